@@ -1,0 +1,58 @@
+"""What one forward pass sees. Rows of every scheduled request lie flattened behind one another; no globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """One engine step.
+
+    Sequence `i` owns the rows `query_start[i]:query_start[i + 1]`; it has `context_lens[i]` tokens in the
+    cache once those rows are written, so its rows sit at positions `context_lens[i] - rows .. context_lens[i] - 1`.
+    """
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset, where each row's key and value go
+    query_start: list[int]  # [num_seqs + 1]
+    context_lens: list[int]  # [num_seqs]
+    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
+    logits_rows: Tensor  # [num_logits] int64: the rows whose next-token logits are wanted
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Paged keys and values, one pair of tensors a layer, each `[num_kv_heads, num_blocks, block_size, head_dim]`."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.keys[0].shape[1]
+
+
+class Model(Protocol):
+    """What the runner needs of a loaded model, whatever its family, number format or device."""
+
+    vocab_size: int
+    max_position: int  # longest context, in tokens
+    fingerprint: str  # weights, quantization and dtype: part of every prefix-cache key
+
+    def kv_bytes_per_block(self, block_size: int) -> int: ...
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache: ...
+
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        """Write the keys and values of every row, then return float32 logits `[num_logits, vocab_size]`."""
+        ...
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
