@@ -1,0 +1,87 @@
+"""Matrix products on the CPU: each weight is brought once into the form that its kernel reads fastest.
+
+Exact float32 and bfloat16 go through oneDNN with prepacked weights; "w4" adds a 4-bit form (groups of 32, the
+layout of torch's int4 kernel) for the few-row steps that are bound by reading weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend.cpu.packed import PackedWeight
+
+Linear = Callable[[Tensor], Tensor]  # [T, cols] -> [T, rows], in the dtype of the input
+
+W4_GROUP = 32
+W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and compute faster
+
+
+def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype, quantization: str) -> Linear:
+    """One product for several stacked matrices of equal width (q, k and v; gate and up)."""
+    dense = torch.cat([w.dequantize().to(dtype) for w in weights])
+    wide = DenseLinear(dense)
+    if quantization != "w4" or dense.shape[1] % W4_GROUP:
+        return wide
+    return FewRowsLinear(Int4Linear(torch.cat([w.dequantize() for w in weights])), wide)
+
+
+class DenseLinear:
+    """x @ w.T in the weight's own dtype, through a prepacked oneDNN weight where this torch has it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._prepacked = has_prepacked_linear(weight.dtype)
+        if self._prepacked:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._prepacked:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], None)
+        return F.linear(x, self._weight)
+
+
+class Int4Linear:
+    """bfloat16 rows times a 4-bit weight; scale and offset per 32 columns of each row."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: float32 [rows, cols], cols a multiple of 32."""
+        self._rows, cols = weight.shape
+        groups = weight.view(self._rows, cols // W4_GROUP, W4_GROUP)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scale = ((high - low) / 15).clamp_min_(1e-8)
+        codes = groups.sub(low).div_(scale).round_().clamp_(0, 15).to(torch.int32)
+        middle = low + 8 * scale  # the kernel computes (code - 8) * scale + middle
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            codes.view(self._rows, cols), 1
+        )
+        self._scales = torch.cat((scale, middle), -1).transpose(0, 1).contiguous().bfloat16()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, W4_GROUP, self._scales)
+
+
+class FewRowsLinear:
+    """Two forms of one weight: 4-bit for steps of a few rows, bfloat16 for the rest."""
+
+    def __init__(self, narrow: Linear, wide: Linear) -> None:
+        self._narrow, self._wide = narrow, wide
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._narrow(x) if x.shape[0] <= W4_MAX_ROWS else self._wide(x)
+
+
+@cache
+def has_prepacked_linear(dtype: torch.dtype) -> bool:
+    """Whether the private oneDNN operators are there and right; they have no stability promise."""
+    weight, x = torch.randn(64, 32, dtype=dtype), torch.randn(3, 32, dtype=dtype)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], None)
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.allclose(out, F.linear(x, weight), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,64 @@
+"""Weights as the file holds them: rows of quantized blocks (GGUF block formats), dequantized only on demand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize as dequantize_blocks
+from torch import Tensor
+
+_FLOATS = ("F32", "F16", "BF16")
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
+_K_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KINDS = frozenset((*_FLOATS, *_BLOCKS, *_K_BLOCKS))
+_CHUNK_BYTES = 1 << 24
+
+
+def bytes_per_row(kind: str, cols: int) -> int | None:
+    """None: `cols` is no whole number of blocks of that kind."""
+    block_cols, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return None if cols % block_cols else cols // block_cols * block_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """One matrix `[rows, cols]` (a vector has one row) in the block format `kind`.
+
+    `raw` is uint8 `[rows, bytes_per_row]`, often a read-only view of the mapped file.
+    """
+
+    kind: str
+    raw: np.ndarray
+    shape: tuple[int, int]
+
+    def dequantize(self) -> Tensor:
+        """float32 `[rows, cols]`, in memory of its own."""
+        rows, cols = self.shape
+        out = torch.empty(rows, cols)
+        step = max(1, _CHUNK_BYTES // max(1, self.raw.shape[1]))
+        for start in range(0, rows, step):  # in slices: the numpy formulas hold several copies
+            out[start : start + step] = self._dequantize_rows(self.raw[start : start + step])
+        return out
+
+    def _dequantize_rows(self, raw: np.ndarray) -> Tensor:
+        if self.kind in ("F32", "F16"):
+            return torch.from_numpy(
+                raw.view(np.float32 if self.kind == "F32" else np.float16).copy()
+            )
+        if self.kind == "BF16":
+            return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(dequantize_blocks(raw, GGMLQuantizationType[self.kind]))
+
+    def rows_permuted(self, order: np.ndarray) -> PackedWeight:
+        """The same weight with its rows in another order; blocks lie within rows, so no value changes."""
+        return PackedWeight(self.kind, self.raw[order], self.shape)
+
+
+def pack(tensor: Tensor) -> PackedWeight:
+    """A float32, float16 or bfloat16 tensor of one or two dimensions, seen as a PackedWeight without a copy."""
+    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[tensor.dtype]
+    matrix = tensor.contiguous().reshape(-1, tensor.shape[-1])
+    return PackedWeight(kind, matrix.view(torch.uint8).numpy(), (matrix.shape[0], matrix.shape[1]))

@@ -1,0 +1,59 @@
+"""The small layers that families share, as plain torch on whole-step tensors `[num_tokens, ...]`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from backend.models.config import ModelConfig, RopeScaling
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight`, reduced in float32.  x [T, D], weight [D] -> [T, D]."""
+    x32 = x.float()
+    scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
+    scale.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return x32.mul(scale).mul_(weight).to(x.dtype)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Rotary angle per position of each pair, float32 `[head_dim / 2]`, after the config's scaling."""
+    half = config.head_dim // 2
+    inv_freq = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
+    if config.rope_scaling is None:
+        return inv_freq
+    if config.rope_scaling.kind == "llama3":
+        return _llama3_bands(inv_freq, config.rope_scaling)
+    return inv_freq / config.rope_scaling.factor
+
+
+def _llama3_bands(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: fast pairs stay, slow ones are divided by `factor`, between them a linear blend."""
+    turns = scaling.original_max_position * inv_freq / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp_(0, 1)
+    return inv_freq * (keep + (1 - keep) / scaling.factor)
+
+
+class RotaryTable:
+    """cos and sin of every position, `[max_position, head_dim / 2]`, grown on demand."""
+
+    def __init__(self, inv_freq: Tensor, max_position: int, dtype: torch.dtype) -> None:
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
+        self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
+        self._sin = angles.sin().to(dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos [T, 1, head_dim], sin [T, 1, head_dim / 2]."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half rotary embedding.  x [T, heads, head_dim] -> the same shape, contiguous."""
+    half = sin.shape[-1]
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)
+    return out
