@@ -26,7 +26,7 @@ class StreamEncoder(Protocol):
         ...
 
     def end(self) -> bytes:
-        """The usage chunk, if the client asked for it, and what closes the stream. Called once, after the last batch."""
+        """The usage chunk, if asked for, and what closes the stream. Called once, after the last batch."""
         ...
 
     def error(self, error: GatewayError) -> bytes:
