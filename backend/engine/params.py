@@ -1,7 +1,8 @@
-"""What a caller asks of the engine and what comes back, in token ids and text. No torch: the gateway side imports it."""
+"""What a caller asks of the engine and what comes back. No torch: the gateway side imports it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Literal
 
@@ -66,7 +67,9 @@ class StepOutput(msgspec.Struct):
     text: str = ""
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list[TokenLogprob])
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or token id that ended it; None: end of turn or length
+    stop_reason: str | int | None = (
+        None  # the stop string or token id that ended it; None: end of turn or length
+    )
     error: str = ""  # why, when finish_reason is "error"
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved
@@ -85,3 +88,93 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
+    oldest_waiting_s: float = 0.0  # how long the request that has waited longest has done so
+
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 4096
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 10.0),
+    ("top_k", -1, 2**31 - 1),
+    ("seed", -(2**63), 2**63 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+)
+
+
+class InvalidGeneration(ValueError):
+    """A request that can never run. `param` is the field at fault, `code` OpenAI's error code."""
+
+    def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def check_params(
+    params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int
+) -> None:
+    """Raise InvalidGeneration, naming the field and the limit, unless a request with these could run."""
+    for name, low, high in _RANGES:
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:  # NaN is out of range too
+            raise InvalidGeneration(f"{name} must be between {low} and {high}, got {value}", name)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        message = f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}"
+        raise InvalidGeneration(message, "min_tokens")
+    _check_stop(params.stop)
+    check_token_ids(params.stop_token_ids, "stop_token_ids", vocab_size)
+    check_token_ids(params.logit_bias or (), "logit_bias", vocab_size)
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not -100.0 <= bias <= 100.0:
+            message = f"logit_bias must be between -100 and 100, got {bias} for token {token_id}"
+            raise InvalidGeneration(message, "logit_bias")
+    _check_length(params, max_model_len, num_prompt_tokens)
+
+
+def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> None:
+    """Raise InvalidGeneration unless every id is in the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            message = (
+                f"{param} holds token id {token_id}; the vocabulary has {vocab_size} ids, from 0"
+            )
+            raise InvalidGeneration(message, param)
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidGeneration(
+            f"stop holds {len(stop)} strings, the limit is {MAX_STOP_STRINGS}", "stop"
+        )
+    for text in stop:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            message = f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
+            raise InvalidGeneration(message, "stop")
+
+
+def _check_length(params: SamplingParams, max_model_len: int, num_prompt_tokens: int) -> None:
+    if num_prompt_tokens < 1:
+        raise InvalidGeneration("the prompt is empty: it needs at least one token", "prompt")
+    limit = f"maximum context length is {max_model_len} tokens"
+    if num_prompt_tokens >= max_model_len:
+        message = (
+            f"the {limit}; the prompt has {num_prompt_tokens} and leaves no room for an answer"
+        )
+        raise InvalidGeneration(message, "prompt", "context_length_exceeded")
+    total = num_prompt_tokens + (params.max_tokens or 0)
+    if total > max_model_len:
+        message = (
+            f"the {limit}; the prompt has {num_prompt_tokens} and max_tokens asks for "
+            f"{params.max_tokens}: {total} in all"
+        )
+        raise InvalidGeneration(message, "max_tokens", "context_length_exceeded")

@@ -1,0 +1,81 @@
+"""One sequence on its way through the engine: what it is, how far it is computed, what it owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from backend.engine.block_pool import BlockKey, extend_keys
+from backend.engine.detokenizer import Detokenizer
+from backend.engine.logit_rules import LogitRules
+from backend.engine.params import RequestClass, SamplingParams
+
+
+class Status(Enum):
+    WAITING = auto()  # owns no blocks
+    RUNNING = auto()  # owns blocks and a slot
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """`token_ids` is the prompt with the output behind it; `num_prompt_tokens` is the border, also after preemption."""
+
+    request_id: str
+    params: SamplingParams
+    klass: RequestClass
+    arrival: int  # counts requests, breaks ties within a class
+    arrival_s: float
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_output_tokens: int
+    seed: int  # 64 bits: the caller's, or fresh entropy
+    root: bytes  # parent of the first block's key
+    detokenizer: Detokenizer
+    rules: LogitRules | None  # None: the logits are used as they come
+
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the cache at first admission
+    num_preemptions: int = 0
+    num_skipped: int = 0  # admissions of later requests while this one did not fit
+    block_table: list[int] = field(default_factory=list[int])
+    block_keys: list[BlockKey] = field(default_factory=list[BlockKey])
+    num_published_blocks: int = 0
+    slot: int = 0  # row in the runner's block table; set by the scheduler, valid while RUNNING
+    num_mirrored_blocks: int = 0  # entries of block_table that the runner's row holds
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Tokens that are known and not yet computed: 1 when decoding, more in (re)prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def queue_rank(self) -> tuple[int, bool, int]:
+        """Smallest first: class, then whoever was preempted, then arrival."""
+        return self.klass, self.num_preemptions == 0, self.arrival
+
+    @property
+    def run_rank(self) -> tuple[int, int]:
+        """Smallest first; the largest is the first to be preempted."""
+        return self.klass, self.arrival
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        if self.rules is not None:
+            self.rules.append(token_id)
+
+    def extend_keys(self, block_size: int) -> None:
+        extend_keys(self.block_keys, self.root, self.token_ids, block_size)
