@@ -1,0 +1,838 @@
+// The native CPU tier: one fused forward pass of a Llama-family model over packed weights, as a plain C interface.
+//
+// Weights stay as small as in the file. A matrix [rows, cols] is stored as panels of 16 rows; inside a panel the columns
+// follow one another, 16 row values side by side, so one vector holds one column of several rows. A weight becomes
+// float32 in a register (w = d * q + m, rounded once) and meets float32 activations in a fused multiply-add.
+//
+// Every output element is one chain of multiply-adds in column order, whatever the number of rows of the step, and
+// attention visits the keys of a row in the same tiles whatever its neighbours. So a row's result does not depend, in
+// any bit, on its batch mates, on chunking or on the number of threads.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define RESTRICT __restrict__
+
+// ---- vectors: LANES floats; intrinsics where the width is the machine's own, GCC/Clang vectors otherwise ------------
+
+#ifndef LANES  // a build for tests may force a width that the machine lacks
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+#if LANES == 16 && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__F16C__)
+#define USE_AVX512 1
+#elif LANES == 8 && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define USE_AVX2 1
+#endif
+
+typedef float vfloat __attribute__((vector_size(4 * LANES)));
+typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
+
+constexpr int PANEL = 16;            // rows of a matrix that lie side by side
+constexpr int PARTS = PANEL / LANES; // vectors in one column of a panel
+constexpr int QBLOCK = 32;           // columns that share a scale
+
+template <class V, class T> static INLINE V load(const T* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+static INLINE void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
+static INLINE vfloat splat(float x) { return x - vfloat{}; }
+
+static INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
+#if defined(USE_AVX512)
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(USE_AVX2)
+    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+static INLINE vfloat load_i8(const int8_t* p) {
+#if defined(USE_AVX512)
+    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(USE_AVX2)
+    return (vfloat)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    vfloat v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+static INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    float f;
+    if (rest >= 0x0f800000u) rest += 0x38000000u + 0x38000000u;  // infinity and NaN keep an all-ones exponent
+    else { std::memcpy(&f, &rest, 4); f *= 0x1p112f; std::memcpy(&rest, &f, 4); }
+    rest |= sign;
+    std::memcpy(&f, &rest, 4);
+    return f;
+}
+
+static INLINE vfloat load_f16(const uint16_t* p) {
+#if defined(USE_AVX512)
+    return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(USE_AVX2)
+    return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vfloat v;
+    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
+    return v;
+#endif
+}
+
+static INLINE vfloat load_bf16(const uint16_t* p) {
+#if defined(USE_AVX512)
+    return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(USE_AVX2)
+    return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    vuint v;
+    for (int i = 0; i < LANES; i++) v[i] = (uint32_t)p[i] << 16;
+    return (vfloat)v;
+#endif
+}
+
+static INLINE float sum(vfloat v) {
+    float s[LANES];
+    store(s, v);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) s[i] += s[i + n];
+    return s[0];
+}
+
+static INLINE float max(vfloat v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// exp to 1 ulp or so (Cephes expf). Below -87.3: 0, so a masked score of -infinity vanishes. NaN stays NaN.
+static INLINE vfloat exp(vfloat x) {
+    vfloat y = x > 88.3f ? splat(88.3f) : x;
+    vfloat n = fma(y, splat(1.44269504f), splat(0x1.8p23f)) - 0x1.8p23f;
+    vfloat r = fma(n, splat(-0.693359375f), y);
+    r = fma(n, splat(2.12194440e-4f), r);
+    vfloat p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r + 1.0f);
+    vint scale = (__builtin_convertvector(x < -87.3f ? vfloat{} : n, vint) + 127) << 23;
+    return x < -87.3f ? vfloat{} : p * (vfloat)scale;
+}
+
+// ---- threads: one caller and helpers; work is claimed piece by piece, so a helper that was descheduled delays nothing
+// that it has not begun, and without helpers the caller does it all ---------------------------------------------------
+
+static INLINE void pause_cpu() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+    using Clock = std::chrono::steady_clock;
+    using Fn = void (*)(const void*, int piece, int thread);
+    // phase number : 24 | pieces : 20 | next piece : 20. A claim is valid by the ticket alone, so a late helper can
+    // never take a piece of a phase that is over.
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<int> done{0}, sleepers{0};
+    std::atomic<bool> quit{false};
+    Fn fn = nullptr;
+    const void* arg = nullptr;
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::vector<std::thread> helpers;
+    static constexpr uint64_t FIELD = (1u << 20) - 1;
+
+    bool has_work() const {
+        uint64_t t = ticket.load(std::memory_order_acquire);
+        return (t & FIELD) < (t >> 20 & FIELD);
+    }
+
+    bool work_once(int thread) {
+        if (!has_work()) return false;
+        uint64_t t = ticket.fetch_add(1, std::memory_order_acq_rel);
+        if ((t & FIELD) >= (t >> 20 & FIELD)) return false;
+        fn(arg, int(t & FIELD), thread);
+        done.fetch_add(1, std::memory_order_release);
+        return true;
+    }
+
+    void help(int thread) {
+        while (!quit.load(std::memory_order_relaxed)) {
+            auto idle_since = Clock::now();
+            for (bool idle = false; !idle;) {
+                while (work_once(thread)) idle_since = Clock::now();
+                for (int i = 0; i < 32 && !has_work(); i++) pause_cpu();
+                idle = !has_work() && Clock::now() - idle_since > std::chrono::microseconds(SPIN_US);
+            }
+            std::unique_lock<std::mutex> lock(mutex);
+            sleepers.fetch_add(1);
+            wake.wait(lock, [&] { return quit.load() || has_work(); });
+            sleepers.fetch_sub(1);
+        }
+    }
+
+  public:
+    static constexpr int SPIN_US = 60, MAX_PIECES = FIELD - 1024;
+    const int threads;
+
+    explicit Pool(int n) : threads(n) {
+        for (int i = 1; i < n; i++) helpers.emplace_back([this, i] { help(i); });
+    }
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            quit.store(true);
+        }
+        wake.notify_all();
+        for (auto& helper : helpers) helper.join();
+    }
+
+    // Calls body(piece, thread) for every piece; returns when all are done.
+    template <class Body> void run(int pieces, const Body& body) {
+        if (pieces <= 1 || threads == 1) {
+            for (int i = 0; i < pieces; i++) body(i, 0);
+            return;
+        }
+        fn = [](const void* b, int piece, int thread) { (*static_cast<const Body*>(b))(piece, thread); };
+        arg = &body;
+        done.store(0, std::memory_order_relaxed);
+        uint64_t phase = (ticket.load(std::memory_order_relaxed) >> 40) + 1;
+        ticket.store(phase << 40 | uint64_t(pieces) << 20);  // sequentially consistent: ordered before the next line
+        if (sleepers.load()) {
+            std::lock_guard<std::mutex> lock(mutex);
+            wake.notify_all();
+        }
+        while (work_once(0)) {}
+        for (int i = 0; done.load(std::memory_order_acquire) < pieces; i++)
+            if (i < 2000) pause_cpu();
+            else std::this_thread::yield();  // the helper may need this very core
+    }
+};
+
+// ---- weights ----------------------------------------------------------------------------------------------------------
+
+enum Kind : int32_t { F32, F16, BF16, Q8_0, Q4_0, Q4_1, NUM_KINDS };
+
+struct Matrix {
+    int32_t kind, rows, cols, reserved;
+    const uint8_t* data;  // panels, the last one padded with zero rows
+    const float* bias;    // [rows] or null
+
+    int panels() const { return (rows + PANEL - 1) / PANEL; }
+};
+
+// Each format: COLS columns take BYTES bytes of a panel; `Block` keeps what COLS columns share and gives w of column k.
+template <int BYTES_, vfloat (*LOAD)(const uint8_t*, int)> struct Dense {
+    static constexpr int COLS = 1, BYTES = BYTES_;
+    struct Block {
+        const uint8_t* p;
+        INLINE void open(const uint8_t* panel, int part) { p = panel + part * LANES * (BYTES / PANEL); }
+        INLINE vfloat at(int) const { return LOAD(p, 0); }
+    };
+};
+static INLINE vfloat dense_f32(const uint8_t* p, int) { return load<vfloat>(p); }
+static INLINE vfloat dense_f16(const uint8_t* p, int) { return load_f16((const uint16_t*)p); }
+static INLINE vfloat dense_bf16(const uint8_t* p, int) { return load_bf16((const uint16_t*)p); }
+
+struct FormatQ8_0 {  // d[16] half, q[32][16] int8
+    static constexpr int COLS = QBLOCK, BYTES = PANEL * (2 + QBLOCK);
+    struct Block {
+        vfloat d;
+        const int8_t* q;
+        INLINE void open(const uint8_t* panel, int part) {
+            d = load_f16((const uint16_t*)panel + part * LANES);
+            q = (const int8_t*)panel + PANEL * 2 + part * LANES;
+        }
+        INLINE vfloat at(int k) const { return d * load_i8(q + k * PANEL); }
+    };
+};
+
+// d[16] half, m[16] half when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 8 g + j
+template <bool HAS_MIN> struct FormatQ4 {
+    static constexpr int COLS = QBLOCK, SCALES = PANEL * (HAS_MIN ? 4 : 2), BYTES = SCALES + PANEL * 16;
+    struct Block {
+        vfloat d, m;
+        const uint8_t* q;
+        INLINE void open(const uint8_t* panel, int part) {
+            d = load_f16((const uint16_t*)panel + part * LANES);
+            m = HAS_MIN ? load_f16((const uint16_t*)panel + PANEL + part * LANES) : d * -8.0f;
+            q = panel + SCALES + part * LANES * 4;
+        }
+        INLINE vfloat at(int k) const {
+            vuint word = load<vuint>(q + (k / 8) * PANEL * 4);
+            return fma(__builtin_convertvector((vint)(word >> (k % 8 * 4) & 15), vfloat), d, m);
+        }
+    };
+};
+
+using FormatF32 = Dense<PANEL * 4, dense_f32>;
+using FormatF16 = Dense<PANEL * 2, dense_f16>;
+using FormatBF16 = Dense<PANEL * 2, dense_bf16>;
+
+template <class Use> static INLINE auto with_format(int kind, const Use& use) {
+    switch (kind) {
+        case F32: return use(FormatF32{});
+        case F16: return use(FormatF16{});
+        case BF16: return use(FormatBF16{});
+        case Q8_0: return use(FormatQ8_0{});
+        case Q4_0: return use(FormatQ4<false>{});
+        default: return use(FormatQ4<true>{});
+    }
+}
+
+static int64_t panel_bytes(int kind, int cols) {
+    return with_format(kind, [&](auto f) { return int64_t(cols / decltype(f)::COLS) * decltype(f)::BYTES; });
+}
+
+// One row in file order -> lane `lane` of a zeroed panel.
+static void pack_row(int kind, const uint8_t* src, int cols, uint8_t* panel, int lane) {
+    const int word = kind == F32 ? 4 : 2;
+    if (kind <= BF16)
+        for (int k = 0; k < cols; k++) std::memcpy(panel + (k * PANEL + lane) * word, src + k * word, word);
+    else if (kind == Q8_0)
+        for (int b = 0; b < cols / QBLOCK; b++, src += 2 + QBLOCK, panel += FormatQ8_0::BYTES) {
+            std::memcpy(panel + lane * 2, src, 2);
+            for (int k = 0; k < QBLOCK; k++) panel[PANEL * 2 + k * PANEL + lane] = src[2 + k];
+        }
+    else
+        for (int b = 0, s = kind == Q4_1 ? 4 : 2; b < cols / QBLOCK; b++, src += s + 16) {
+            for (int i = 0; i < s / 2; i++) std::memcpy(panel + (i * PANEL + lane) * 2, src + i * 2, 2);
+            uint8_t* q = panel + PANEL * s + lane * 4;
+            for (int k = 0; k < QBLOCK; k++)
+                q[k / 8 * PANEL * 4 + k % 8 / 2] |= (src[s + k % 16] >> k / 16 * 4 & 15) << k % 2 * 4;
+            panel += PANEL * (s + 16);
+        }
+}
+
+// Columns 0..cols of one panel as float32 [cols][16].
+static void unpack_panel(int kind, const uint8_t* panel, int cols, float* RESTRICT out) {
+    with_format(kind, [&](auto f) {
+        using F = decltype(f);
+        for (int k = 0; k < cols; k += F::COLS, panel += F::BYTES)
+            for (int part = 0; part < PARTS; part++) {
+                typename F::Block block;
+                block.open(panel, part);
+#pragma GCC unroll 32
+                for (int j = 0; j < F::COLS; j++) store(out + (k + j) * PANEL + part * LANES, block.at(j));
+            }
+    });
+}
+
+static void unpack_row(const Matrix& m, int row, float* out) {
+    const uint8_t* panel = m.data + row / PANEL * panel_bytes(m.kind, m.cols);
+    with_format(m.kind, [&](auto f) {
+        using F = decltype(f);
+        for (int k = 0; k < m.cols; k += F::COLS, panel += F::BYTES) {
+            typename F::Block block;
+            block.open(panel, row % PANEL / LANES);
+            for (int j = 0; j < F::COLS; j++) out[k + j] = block.at(j)[row % LANES];
+        }
+    });
+}
+
+// ---- matrix product: y[m][n] = sum over k of x[m][k] * w[n][k] --------------------------------------------------------
+
+// The register tile: ROWS rows of x times VECS vectors of w. `stride` bytes lie between panels (VECS may span several).
+template <class F, int ROWS, int VECS>
+static INLINE void multiply_tile(const uint8_t* w, int64_t stride, int64_t step, const float* x, int64_t ldx, int cols,
+                                 vfloat (&acc)[ROWS][VECS]) {
+    for (int k = 0; k < cols; k += F::COLS, w += step) {
+        typename F::Block block[VECS];
+        for (int v = 0; v < VECS; v++) block[v].open(w + v / PARTS * stride, v % PARTS);
+#pragma GCC unroll 32
+        for (int j = 0; j < F::COLS; j++) {
+            vfloat wv[VECS];
+            for (int v = 0; v < VECS; v++) wv[v] = block[v].at(j);
+            for (int r = 0; r < ROWS; r++) {
+                vfloat xv = splat(x[r * ldx + k + j]);
+                for (int v = 0; v < VECS; v++) acc[r][v] = fma(wv[v], xv, acc[r][v]);
+            }
+        }
+    }
+}
+
+enum Epilogue { STORE, ADD, SILU_GATE };
+
+struct Output {
+    Epilogue epilogue;
+    float* y;
+    int64_t ldy;
+    int rows;  // of the matrix: columns of y (SILU_GATE: twice as many)
+    const float* bias;
+};
+
+// 16 finished values of output row m. SILU_GATE panels hold eight gate rows, then their eight up rows.
+static INLINE void emit(const Output& out, int m, int panel, const vfloat* acc) {
+    alignas(64) float t[PANEL];
+    for (int v = 0; v < PARTS; v++) store(t + v * LANES, acc[v]);
+    const int n = panel * PANEL, count = std::min(PANEL, out.rows - n);
+    if (out.bias)
+        for (int i = 0; i < count; i++) t[i] += out.bias[n + i];
+    if (out.epilogue == SILU_GATE) {
+        alignas(64) float g[PANEL] = {};
+        std::memcpy(g, t, 8 * sizeof(float));
+        for (int i = 0; i < 8; i += LANES) {
+            vfloat gate = load<vfloat>(g + i);
+            store(g + i, gate / (exp(-gate) + 1.0f));
+        }
+        float* y = out.y + m * out.ldy + n / 2;
+        for (int i = 0; i < 8; i++) y[i] = g[i] * t[8 + i];
+        return;
+    }
+    float* y = out.y + m * out.ldy + n;
+    if (count == PANEL && out.epilogue == ADD)
+        for (int i = 0; i < PANEL; i++) y[i] += t[i];
+    else if (count == PANEL) std::memcpy(y, t, sizeof t);
+    else
+        for (int i = 0; i < count; i++) y[i] = out.epilogue == ADD ? y[i] + t[i] : t[i];
+}
+
+constexpr int WIDE = 2 > PARTS ? 2 : PARTS;         // vectors of a tile of many rows
+constexpr int NARROW = LANES == 4 ? 8 : 4;          // vectors of a tile of one to three rows
+constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;      // of a tile: WIDE * MAX_ROWS accumulators fit the registers
+constexpr int MAX_DIRECT = 6;                       // rows up to which weights are unpacked in registers, once each
+
+template <class F, int ROWS, int VECS>
+static void multiply_panels(const uint8_t* w, int64_t stride, int first, int last, const float* x, int64_t ldx,
+                            int cols, int m, const Output& out) {
+    constexpr int SPAN = VECS / PARTS;
+    int p = first;
+    for (; p + SPAN <= last; p += SPAN) {
+        vfloat acc[ROWS][VECS] = {};
+        multiply_tile<F, ROWS, VECS>(w + (p - first) * stride, stride, F::BYTES, x, ldx, cols, acc);
+        for (int r = 0; r < ROWS; r++)
+            for (int s = 0; s < SPAN; s++) emit(out, m + r, p + s, acc[r] + s * PARTS);
+    }
+    if constexpr (SPAN > 1)
+        if (p < last)
+            multiply_panels<F, ROWS, PARTS>(w + (p - first) * stride, stride, p, last, x, ldx, cols, m, out);
+}
+
+// Calls use(std::integral_constant<int, n>) for a run-time n of 1..MAX.
+template <int MAX, class Use> static INLINE void with_rows(int n, const Use& use) {
+    if constexpr (MAX > 1)
+        if (n < MAX) return with_rows<MAX - 1>(n, use);
+    use(std::integral_constant<int, MAX>{});
+}
+
+// Rows 0..count in tiles of nearly equal height: use(rows constant, first row).
+template <class Use> static INLINE void for_row_tiles(int count, const Use& use) {
+    for (int m = 0, tiles = (count + MAX_ROWS - 1) / MAX_ROWS; tiles; tiles--) {
+        int rows = (count - m + tiles - 1) / tiles;
+        with_rows<MAX_ROWS>(rows, [&](auto r) { use(r, m); });
+        m += rows;
+    }
+}
+
+class Scratch {
+    float* data = nullptr;
+    size_t capacity = 0;
+
+  public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    ~Scratch() { std::free(data); }
+    float* need(size_t count) {  // contents are lost when it grows
+        if (count > capacity) {
+            std::free(data);
+            capacity = 0;
+            data = static_cast<float*>(std::aligned_alloc(64, (count * 4 + 63) / 64 * 64));
+            if (!data) throw std::bad_alloc();
+            capacity = count;
+        }
+        return data;
+    }
+};
+
+struct Workers {
+    Pool pool;
+    std::vector<Scratch> scratch;  // one a thread
+    explicit Workers(int threads) : pool(threads), scratch(threads) {}
+};
+
+constexpr int64_t UNPACKED_FLOATS = 48 << 10;  // of weights a piece unpacks at a time: they stay in the L2 cache
+constexpr int ROW_CHUNK = 240;                 // rows of x that pass over them
+
+static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t ldx, int m, const Output& out) {
+    const int panels = w.panels(), threads = workers.pool.threads;
+    const int64_t stride = panel_bytes(w.kind, w.cols);
+    if (m <= MAX_DIRECT) {
+        const int span = m <= 3 ? NARROW / PARTS : WIDE / PARTS;
+        int group = std::max(1, panels / (threads * 8 * span)) * span;
+        workers.pool.run((panels + group - 1) / group, [&](int piece, int) {
+            int first = piece * group, last = std::min(panels, first + group);
+            with_format(w.kind, [&](auto f) {
+                with_rows<MAX_DIRECT>(m, [&](auto rows) {
+                    constexpr int R = decltype(rows)::value;
+                    multiply_panels<decltype(f), R, R <= 3 ? NARROW : WIDE>(w.data + first * stride, stride, first,
+                                                                              last, x, ldx, w.cols, 0, out);
+                });
+            });
+        });
+        return;
+    }
+    const int64_t panel_floats = int64_t(w.cols) * PANEL;
+    const int row_chunks = (m + ROW_CHUNK - 1) / ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
+    int group = int(std::max<int64_t>(1, std::min<int64_t>(UNPACKED_FLOATS / panel_floats, panels / (threads * 8))));
+    group = std::max(group / (WIDE / PARTS), 1) * (WIDE / PARTS);
+    const int groups = (panels + group - 1) / group;
+    for (auto& s : workers.scratch) s.need(group * panel_floats);
+    workers.pool.run(groups * row_chunks, [&](int piece, int thread) {
+        const int first = piece % groups * group, last = std::min(panels, first + group);
+        const int m0 = piece / groups * chunk, count = std::min(m, m0 + chunk) - m0;
+        const float* unpacked = (const float*)w.data + first * panel_floats;
+        if (w.kind != F32) {
+            float* to = workers.scratch[thread].need(0);
+            for (int p = first; p < last; p++)
+                unpack_panel(w.kind, w.data + p * stride, w.cols, to + (p - first) * panel_floats);
+            unpacked = to;
+        }
+        for_row_tiles(count, [&](auto rows, int r0) {
+            multiply_panels<FormatF32, decltype(rows)::value, WIDE>((const uint8_t*)unpacked, panel_floats * 4, first,
+                                                                    last, x + (m0 + r0) * ldx, ldx, w.cols, m0 + r0, out);
+        });
+    });
+}
+
+// ---- the model ----------------------------------------------------------------------------------------------------------
+
+struct Layer {
+    const float *attn_norm, *mlp_norm;
+    Matrix qkv, attn_out, gate_up, down;
+};
+
+struct Config {
+    int32_t num_layers, hidden, ffn, heads, kv_heads, head_dim, vocab, threads;
+    float eps, score_scale;
+    const float *inv_freq, *norm;
+    Matrix embed, lm_head;
+    const Layer* layers;
+};
+
+struct Step {
+    int32_t num_tokens, num_seqs, num_logits, block_size, max_blocks, num_blocks;
+    const int64_t *token_ids, *positions, *slots;
+    const int32_t *query_start, *context_lens, *block_tables;
+    const int64_t* logits_rows;
+    float* const* keys;    // a layer: [kv_heads, num_blocks, block_size / 16, head_dim, 16], 16 keys side by side
+    float* const* values;  // a layer: [kv_heads, num_blocks, block_size, head_dim]
+    float* logits;         // [num_logits, vocab]
+};
+
+constexpr int KEY_TILE = 64;    // keys between two rescalings of the running softmax
+constexpr int QUERY_TILE = 48;  // query rows of one piece, heads of a group folded in
+
+struct AttentionPiece {
+    int seq, kv_head, first, last;  // rows of the step
+};
+
+static void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+    vfloat squares[4] = {};
+    float tail = 0;
+    int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int v = 0; v < 4; v++) {
+            vfloat a = load<vfloat>(x + i + v * LANES);
+            squares[v] = fma(a, a, squares[v]);
+        }
+    for (; i < n; i++) tail += x[i] * x[i];
+    float mean = (sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + tail) / float(n);
+    float scale = 1.0f / std::sqrt(mean + eps);
+    for (i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+// Rotate-half rotary embedding of one head; cs holds cos[half], then sin[half].
+static void rotate(const float* x, const float* cs, int half, float scale, float* RESTRICT y) {
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half], c = cs[i], s = cs[half + i];
+        y[i] = (a * c - b * s) * scale;
+        y[i + half] = (b * c + a * s) * scale;
+    }
+}
+
+class Model {
+    const Config config;
+    const std::vector<Layer> layers;
+    Workers workers;
+    Scratch hidden_, normed_, qkv_, context_, act_, angles_;
+    std::vector<AttentionPiece> pieces;
+
+    // Calls body(row) for every row, alone when the step is small.
+    template <class Body> void for_rows(int rows, int64_t work_a_row, const Body& body) {
+        int per_piece = int(std::max<int64_t>(1, 32768 / std::max<int64_t>(1, work_a_row)));
+        workers.pool.run((rows + per_piece - 1) / per_piece, [&](int piece, int) {
+            for (int r = piece * per_piece; r < std::min(rows, (piece + 1) * per_piece); r++) body(r);
+        });
+    }
+
+    float* norm_rows(const float* x, const float* weight, int rows) {
+        float* y = normed_.need(int64_t(rows) * config.hidden);
+        for_rows(rows, config.hidden, [&](int r) {
+            rms_norm(x + int64_t(r) * config.hidden, weight, config.hidden, config.eps, y + int64_t(r) * config.hidden);
+        });
+        return y;
+    }
+
+    void plan_attention(const Step& step) {
+        pieces.clear();
+        const int rows = std::max(1, QUERY_TILE / (config.heads / config.kv_heads));
+        for (int seq = 0; seq < step.num_seqs; seq++)
+            for (int last = step.query_start[seq + 1]; last > step.query_start[seq]; last -= rows)
+                for (int head = 0; head < config.kv_heads; head++)
+                    pieces.push_back({seq, head, std::max(step.query_start[seq], last - rows), last});
+    }
+
+    void write_kv(const Step& step, int layer, const float* qkv, const float* angles) {
+        const int dim = config.head_dim, size = step.block_size, ld = qkv_width();
+        for_rows(step.num_tokens, 2 * config.kv_heads * dim, [&](int r) {
+            const int64_t block = step.slots[r] / size, offset = step.slots[r] % size;
+            alignas(64) float key[MAX_HEAD_DIM];
+            for (int head = 0; head < config.kv_heads; head++) {
+                const int64_t base = (head * int64_t(step.num_blocks) + block) * size * dim;
+                const float* k = qkv + r * int64_t(ld) + (config.heads + head) * dim;
+                rotate(k, angles + r * int64_t(dim), dim / 2, 1.0f, key);
+                float* to = step.keys[layer] + base + offset / 16 * 16 * dim + offset % 16;
+                for (int i = 0; i < dim; i++) to[i * 16] = key[i];
+                std::memcpy(step.values[layer] + base + offset * dim, k + config.kv_heads * dim, dim * sizeof(float));
+            }
+        });
+    }
+
+    // Scores of one key tile: [rows][KEY_TILE] = query . key, 16 keys at a time.
+    void score_tile(const float* query, int rows, const float* const* blocks, int num_blocks, float* scores) const {
+        const int dim = config.head_dim;
+        for (int b = 0; b < num_blocks; b++)
+            for_row_tiles(rows, [&](auto n, int r0) {
+                vfloat acc[decltype(n)::value][PARTS] = {};
+                multiply_tile<FormatF32>((const uint8_t*)blocks[b], 0, 64, query + r0 * dim, dim, dim, acc);
+                for (int r = 0; r < n; r++)
+                    for (int v = 0; v < PARTS; v++) store(scores + (r0 + r) * KEY_TILE + b * 16 + v * LANES, acc[r][v]);
+            });
+    }
+
+    // out[rows][dim] += weights . value for one key tile.
+    void value_tile(const float* weights, int rows, const float* const* blocks, int num_keys, float* out) const {
+        const int dim = config.head_dim;
+        for (int c = 0; c < dim; c += 16)
+            for_row_tiles(rows, [&](auto n, int r0) {
+                vfloat acc[decltype(n)::value][PARTS];
+                for (int r = 0; r < n; r++)
+                    for (int v = 0; v < PARTS; v++) acc[r][v] = load<vfloat>(out + (r0 + r) * dim + c + v * LANES);
+                for (int key = 0; key < num_keys; key += 16)
+                    multiply_tile<FormatF32>((const uint8_t*)(blocks[key / 16] + c), 0, dim * 4,
+                                             weights + r0 * KEY_TILE + key, KEY_TILE, std::min(16, num_keys - key), acc);
+                for (int r = 0; r < n; r++)
+                    for (int v = 0; v < PARTS; v++) store(out + (r0 + r) * dim + c + v * LANES, acc[r][v]);
+            });
+    }
+
+    // Softmax over the keys of each row, one tile of keys after the other with a running maximum and sum.
+    void attend(const Step& step, int layer, const AttentionPiece& piece, const float* qkv, const float* angles,
+                float* context, float* scratch) const {
+        const int dim = config.head_dim, group = config.heads / config.kv_heads, size = step.block_size;
+        const int rows = (piece.last - piece.first) * group, width = config.heads * dim;
+        float *query = scratch, *out = query + rows * dim, *scores = out + rows * dim;
+        float *peak = scores + rows * KEY_TILE, *total = peak + rows;
+        for (int r = 0; r < rows; r++) {
+            const int64_t row = piece.first + r / group;
+            rotate(qkv + row * qkv_width() + (piece.kv_head * group + r % group) * dim, angles + row * dim, dim / 2,
+                   config.score_scale, query + r * dim);
+            peak[r] = -INFINITY, total[r] = 0;
+        }
+        std::fill_n(out, rows * dim, 0.0f);
+        const int32_t* table = step.block_tables + int64_t(piece.seq) * step.max_blocks;
+        const int64_t head_base = piece.kv_head * int64_t(step.num_blocks) * size * dim;
+        const int context_len = step.context_lens[piece.seq];
+        const int after = step.query_start[piece.seq + 1] - piece.last;  // rows of the sequence behind this piece
+        const int end = context_len - after;                             // keys that the last row sees
+        for (int start = 0; start < end; start += KEY_TILE) {
+            const int num_keys = std::min(KEY_TILE, end - start), num_blocks = (num_keys + 15) / 16;
+            const float *key_blocks[KEY_TILE / 16], *value_blocks[KEY_TILE / 16];
+            for (int b = 0; b < num_blocks; b++) {
+                const int at = start + b * 16;
+                const int64_t base = head_base + (table[at / size] * int64_t(size) + at % size) * dim;
+                key_blocks[b] = step.keys[layer] + base, value_blocks[b] = step.values[layer] + base;
+            }
+            score_tile(query, rows, key_blocks, num_blocks, scores);
+            for (int r = 0; r < rows; r++) {
+                float* s = scores + r * KEY_TILE;
+                const int visible = end - (piece.last - 1 - (piece.first + r / group)) - start;
+                for (int i = std::max(0, visible); i < num_blocks * 16; i++) s[i] = -INFINITY;
+                vfloat top = load<vfloat>(s);
+                for (int i = LANES; i < num_blocks * 16; i += LANES) {
+                    vfloat v = load<vfloat>(s + i);
+                    top = v > top ? v : top;
+                }
+                const float new_peak = std::max(peak[r], max(top));
+                vfloat sums = {};
+                for (int i = 0; i < num_blocks * 16; i += LANES) {
+                    vfloat p = exp(load<vfloat>(s + i) - new_peak);
+                    store(s + i, p);
+                    sums += p;
+                }
+                if (new_peak != peak[r]) {
+                    const float shrink = exp(splat(peak[r] - new_peak))[0];
+                    total[r] *= shrink, peak[r] = new_peak;
+                    for (int i = 0; i < dim; i++) out[r * dim + i] *= shrink;
+                }
+                total[r] += sum(sums);
+            }
+            value_tile(scores, rows, value_blocks, num_keys, out);
+        }
+        for (int r = 0; r < rows; r++) {
+            float* to = context + int64_t(piece.first + r / group) * width + (piece.kv_head * group + r % group) * dim;
+            for (int i = 0; i < dim; i++) to[i] = out[r * dim + i] / total[r];
+        }
+    }
+
+    int qkv_width() const { return (config.heads + 2 * config.kv_heads) * config.head_dim; }
+
+    void linear(const Matrix& w, const float* x, int rows, Epilogue epilogue, float* y) {
+        multiply(workers, w, x, w.cols, rows,
+                 {epilogue, y, epilogue == SILU_GATE ? w.rows / 2 : w.rows, w.rows, w.bias});
+    }
+
+    // Which field of the step points outside: null when none does.
+    const char* fault(const Step& s) const {
+        for (int r = 0; r < s.num_tokens; r++) {
+            if (s.token_ids[r] < 0 || s.token_ids[r] >= config.vocab) return "token_ids";
+            if (s.slots[r] < 0 || s.slots[r] >= int64_t(s.num_blocks) * s.block_size) return "slot_mapping";
+        }
+        if (s.query_start[0] != 0 || s.query_start[s.num_seqs] != s.num_tokens) return "query_start";
+        for (int i = 0; i < s.num_seqs; i++) {
+            const int rows = s.query_start[i + 1] - s.query_start[i], context = s.context_lens[i];
+            if (rows < 0) return "query_start";
+            if (context < rows || context > int64_t(s.max_blocks) * s.block_size) return "context_lens";
+            for (int b = 0; b < (context + s.block_size - 1) / s.block_size; b++) {
+                const int block = s.block_tables[int64_t(i) * s.max_blocks + b];
+                if (block < 0 || block >= s.num_blocks) return "block_tables";
+            }
+        }
+        for (int i = 0; i < s.num_logits; i++)
+            if (s.logits_rows[i] < 0 || s.logits_rows[i] >= s.num_tokens) return "logits_rows";
+        return nullptr;
+    }
+
+  public:
+    static constexpr int MAX_HEAD_DIM = 512;
+
+    explicit Model(const Config& c) : config(c), layers(c.layers, c.layers + c.num_layers), workers(c.threads) {}
+
+    const char* forward(const Step& step) {
+        if (const char* field = fault(step)) return field;
+        const int dim = config.head_dim, hidden = config.hidden, width = config.heads * dim, half = dim / 2;
+        int rows = step.num_tokens;
+        float* x = hidden_.need(int64_t(rows + step.num_logits) * hidden);
+        float* angles = angles_.need(int64_t(rows) * dim);
+        float* qkv = qkv_.need(int64_t(rows) * qkv_width());
+        float* context = context_.need(int64_t(rows + step.num_logits) * width);
+        float* act = act_.need(int64_t(rows) * config.ffn);
+        for (auto& s : workers.scratch) s.need(attention_floats());
+        for_rows(rows, hidden, [&](int r) {
+            unpack_row(config.embed, int(step.token_ids[r]), x + int64_t(r) * hidden);
+            for (int i = 0; i < half; i++) {
+                const float angle = float(step.positions[r]) * config.inv_freq[i];
+                angles[int64_t(r) * dim + i] = std::cos(angle), angles[int64_t(r) * dim + half + i] = std::sin(angle);
+            }
+        });
+        plan_attention(step);
+        for (int l = 0; l < config.num_layers; l++) {
+            const Layer& layer = layers[l];
+            linear(layer.qkv, norm_rows(x, layer.attn_norm, rows), rows, STORE, qkv);
+            write_kv(step, l, qkv, angles);
+            if (l == config.num_layers - 1 && step.num_logits == 0) return nullptr;  // only the cache was wanted
+            workers.pool.run(int(pieces.size()), [&](int piece, int thread) {
+                attend(step, l, pieces[piece], qkv, angles, context, workers.scratch[thread].need(0));
+            });
+            if (l == config.num_layers - 1) {  // behind the last attention only the rows that want logits matter
+                for (int i = 0; i < step.num_logits; i++) {
+                    const int64_t from = step.logits_rows[i], to = rows + i;
+                    std::copy_n(x + from * hidden, hidden, x + to * hidden);
+                    std::copy_n(context + from * width, width, context + to * width);
+                }
+                x += int64_t(rows) * hidden, context += int64_t(rows) * width, rows = step.num_logits;
+                act = act_.need(int64_t(rows) * config.ffn);
+            }
+            linear(layer.attn_out, context, rows, ADD, x);
+            linear(layer.gate_up, norm_rows(x, layer.mlp_norm, rows), rows, SILU_GATE, act);
+            linear(layer.down, act, rows, ADD, x);
+        }
+        linear(config.lm_head, norm_rows(x, config.norm, rows), rows, STORE, step.logits);
+        return nullptr;
+    }
+
+    int64_t attention_floats() const {
+        const int group = config.heads / config.kv_heads, rows = std::max(1, QUERY_TILE / group) * group;
+        return int64_t(rows) * (2 * config.head_dim + KEY_TILE + 2);
+    }
+};
+
+// ---- C interface --------------------------------------------------------------------------------------------------------
+
+static const char OUT_OF_MEMORY[] = "out of memory";
+
+extern "C" {
+
+int tidegate_lanes() { return LANES; }
+
+// Bytes of a packed matrix; -1 when this kind or number of columns cannot be packed.
+int64_t tidegate_packed_bytes(int kind, int rows, int cols) {
+    if (kind < 0 || kind >= NUM_KINDS || rows < 1 || cols < 1 || (kind >= Q8_0 && cols % QBLOCK)) return -1;
+    return (rows + PANEL - 1) / PANEL * panel_bytes(kind, cols);
+}
+
+// rows of `src`, each row_bytes long in file order, to panels; panel row i takes src row order[i].
+void tidegate_pack(int kind, const uint8_t* src, int64_t row_bytes, const int64_t* order, int rows, int cols, uint8_t* dst) {
+    std::memset(dst, 0, tidegate_packed_bytes(kind, rows, cols));
+    for (int i = 0; i < rows; i++)
+        pack_row(kind, src + order[i] * row_bytes, cols, dst + i / PANEL * panel_bytes(kind, cols), i % PANEL);
+}
+
+// y [m, rows] = x [m, cols] times w transposed. Null on success, else what went wrong.
+const char* tidegate_linear(const Matrix* w, const float* x, int m, float* y, int threads) try {
+    Workers workers(threads);
+    multiply(workers, *w, x, w->cols, m, {STORE, y, w->rows, w->rows, w->bias});
+    return nullptr;
+} catch (const std::exception&) { return OUT_OF_MEMORY; }
+
+// Null when there is no memory or no thread to be had. All that `config` points to must outlive the model.
+void* tidegate_model_new(const Config* config) try { return new Model(*config); } catch (const std::exception&) { return nullptr; }
+
+void tidegate_model_free(void* model) { delete static_cast<Model*>(model); }
+
+// Null on success, else the name of the field that points outside, or "out of memory". One caller at a time.
+const char* tidegate_forward(void* model, const Step* step) try {
+    return static_cast<Model*>(model)->forward(*step);
+} catch (const std::exception&) { return OUT_OF_MEMORY; }
+}

@@ -1,0 +1,216 @@
+"""The Llama family on the native tier: the whole step is one call into `backend/cpu/native.cpp`.
+
+Weights stay in the file's blocks and are widened to float32 inside the kernels, so the result is that of float32
+transformers on the dequantized weights up to the order of summation, at the memory traffic of the packed file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.cpu import native
+from backend.cpu.native import NativeMatrix, pack_matrix
+from backend.models.batch import Batch, KVCache
+from backend.models.config import ModelConfig
+from backend.models.llama import LlamaLayerWeights, LlamaWeights
+
+KEYS_ABREAST = 16  # keys that lie side by side in a block; block_size must be a multiple
+MAX_HEAD_DIM = 512
+
+
+def build_native(
+    config: ModelConfig,
+    weights: LlamaWeights,
+    *,
+    max_position: int | None = None,
+    threads: int | None = None,
+) -> NativeLlama | None:
+    """None when this machine or this shape of model has no native tier; the portable one then serves.
+
+    `native.native_available()` and `unsupported(config)` say why.
+    """
+    if unsupported(config) or native.native_available():
+        return None
+    return NativeLlama(config, weights, max_position=max_position, threads=threads)
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+        return f"head size {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    if config.intermediate_size % 8:
+        return f"feed-forward size {config.intermediate_size} is no multiple of 8"
+    return None
+
+
+class NativeLlama:
+    """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time.
+
+    Its cache holds the keys of a block as `[block_size / 16, head_dim, 16]`: whole blocks may be copied, single
+    tokens are not contiguous.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LlamaWeights,
+        *,
+        max_position: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_position = max_position or config.max_position
+        self.fingerprint = f"{weights.fingerprint}-native-f32"
+        self.threads = threads or native.default_threads()
+        self._matrices: list[NativeMatrix] = []
+        self._vectors: list[Tensor] = []
+        self._library = native.native_library()
+        self._layers = (native.Layer * config.num_layers)(*map(self._layer, weights.layers))
+        self._handle = self._library.tidegate_model_new(ctypes.byref(self._struct(weights)))
+        if not self._handle:
+            raise MemoryError("the native tier could not allocate its model or start its threads")
+        self._finalizer = weakref.finalize(self, self._library.tidegate_model_free, self._handle)
+        self._cache_of: tuple[KVCache, _Pointers, _Pointers] | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all packed matrices; a decode step reads each once, less the rows of an untied embedding."""
+        return sum(m.num_bytes for m in self._matrices)
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        c = self.config
+        return 2 * 4 * c.num_layers * c.num_kv_heads * block_size * c.head_dim
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        if block_size % KEYS_ABREAST:
+            raise ValueError(f"block_size must be a multiple of {KEYS_ABREAST}, got {block_size}")
+        shape = (self.config.num_kv_heads, num_blocks, block_size, self.config.head_dim)
+        layers = range(self.config.num_layers)
+        return KVCache(
+            [torch.zeros(shape) for _ in layers], [torch.zeros(shape) for _ in layers], block_size
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        """-> float32 logits [num_logits, vocab_size]. Raises ValueError for a batch that points outside."""
+        keys, values = self._cache_pointers(kv)
+        token_ids = _int64(batch.token_ids, "token_ids", len(batch.positions))
+        num_tokens = len(token_ids)
+        positions = _int64(batch.positions, "positions", num_tokens)
+        slots = _int64(batch.slot_mapping, "slot_mapping", num_tokens)
+        logits_rows = _int64(batch.logits_rows, "logits_rows", len(batch.logits_rows))
+        num_seqs = len(batch.context_lens)
+        tables = batch.block_tables.to(torch.int32).contiguous()
+        if (
+            tables.dim() != 2
+            or tables.shape[0] != num_seqs
+            or len(batch.query_start) != num_seqs + 1
+        ):
+            raise ValueError(
+                f"{num_seqs} context_lens, {len(batch.query_start)} query_start and block_tables"
+                f" {list(tables.shape)} do not describe the same sequences"
+            )
+        logits = torch.empty(len(logits_rows), self.vocab_size)
+        if not num_tokens:
+            return logits
+        query_start = np.asarray(batch.query_start, dtype=np.int32)
+        context_lens = np.asarray(batch.context_lens, dtype=np.int32)
+        step = native.Step(
+            num_tokens,
+            num_seqs,
+            len(logits_rows),
+            kv.block_size,
+            tables.shape[1],
+            kv.num_blocks,
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            query_start.ctypes.data,
+            context_lens.ctypes.data,
+            tables.data_ptr(),
+            logits_rows.data_ptr(),
+            ctypes.addressof(keys),
+            ctypes.addressof(values),
+            logits.data_ptr(),
+        )
+        fault = self._library.tidegate_forward(self._handle, ctypes.byref(step))
+        if fault == b"out of memory":
+            raise MemoryError(f"no memory for a step of {num_tokens} tokens")
+        if fault:
+            raise ValueError(f"{fault.decode()} of this step points outside its range")
+        return logits
+
+    def _struct(self, weights: LlamaWeights) -> native.Config:
+        c = self.config
+        embed = self._matrix([weights.embed])
+        tied = weights.lm_head is weights.embed
+        return native.Config(
+            c.num_layers,
+            c.hidden_size,
+            c.intermediate_size,
+            c.num_heads,
+            c.num_kv_heads,
+            c.head_dim,
+            c.vocab_size,
+            self.threads,
+            c.rms_norm_eps,
+            1 / math.sqrt(c.head_dim),
+            self._vector(weights.inv_freq),
+            self._vector(weights.norm),
+            embed,
+            embed if tied else self._matrix([weights.lm_head]),
+            self._layers,
+        )
+
+    def _layer(self, layer: LlamaLayerWeights) -> native.Layer:
+        return native.Layer(
+            self._vector(layer.attn_norm),
+            self._vector(layer.mlp_norm),
+            self._matrix(layer.qkv),
+            self._matrix([layer.attn_out]),
+            self._matrix(layer.gate_up, _eight_and_eight(self.config.intermediate_size)),
+            self._matrix([layer.down]),
+        )
+
+    def _matrix(self, weights: Sequence, order: np.ndarray | None = None) -> native.Matrix:
+        self._matrices.append(pack_matrix(weights, order))
+        return self._matrices[-1].struct
+
+    def _vector(self, vector: Tensor) -> int:
+        self._vectors.append(vector.to(torch.float32).contiguous())
+        return self._vectors[-1].data_ptr()
+
+    def _cache_pointers(self, kv: KVCache) -> tuple[_Pointers, _Pointers]:
+        if self._cache_of is None or self._cache_of[0] is not kv:
+            self._cache_of = (kv, self._pointers(kv.keys, kv), self._pointers(kv.values, kv))
+        return self._cache_of[1], self._cache_of[2]
+
+    def _pointers(self, layers: list[Tensor], kv: KVCache) -> _Pointers:
+        shape = (self.config.num_kv_heads, kv.num_blocks, kv.block_size, self.config.head_dim)
+        if len(layers) != self.config.num_layers or kv.block_size % KEYS_ABREAST:
+            raise ValueError("this cache was not made by new_kv_cache of this model")
+        for layer in layers:
+            if layer.shape != shape or layer.dtype != torch.float32 or not layer.is_contiguous():
+                raise ValueError(f"the cache of a layer must be contiguous float32 {list(shape)}")
+        return (ctypes.c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
+
+
+_Pointers = ctypes.Array[ctypes.c_void_p]
+
+
+def _int64(values: Tensor, name: str, size: int) -> Tensor:
+    if values.dim() != 1 or len(values) != size:
+        raise ValueError(f"{name} must have {size} elements, got {list(values.shape)}")
+    return values.to(torch.int64).contiguous()
+
+
+def _eight_and_eight(ffn: int) -> np.ndarray:
+    """Gate rows and up rows in turns of eight, so that one panel holds both sides of eight gated values."""
+    return np.arange(2 * ffn).reshape(2, ffn // 8, 8).swapaxes(0, 1).reshape(-1)
