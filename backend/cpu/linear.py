@@ -17,6 +17,9 @@ from backend.cpu.packed import PackedWeight
 
 Linear = Callable[[Tensor], Tensor]  # [T, cols] -> [T, rows], in the dtype of the input
 
+_TYPICAL_ROWS = (
+    32  # oneDNN lays weights out for this many rows; measured best from 1 to 128, "1" is not
+)
 W4_GROUP = 32
 W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and compute faster
 
@@ -36,7 +39,7 @@ class DenseLinear:
     def __init__(self, weight: Tensor) -> None:
         self._prepacked = has_prepacked_linear(weight.dtype)
         if self._prepacked:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -80,7 +83,7 @@ def has_prepacked_linear(dtype: torch.dtype) -> bool:
     """Whether the private oneDNN operators are there and right; they have no stability promise."""
     weight, x = torch.randn(64, 32, dtype=dtype), torch.randn(3, 32, dtype=dtype)
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
         out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], None)
     except (AttributeError, RuntimeError):
         return False

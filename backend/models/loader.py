@@ -1,0 +1,168 @@
+"""From a path to a model that can run: the door into backend.models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend.models.batch import Model
+from backend.models.chat_template import ChatTemplate, TemplateError
+from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, read_json
+from backend.models.config import ModelConfig
+from backend.models.errors import DemoModelUnavailable, ModelLoadError
+from backend.models.gguf import GGUFFile
+from backend.models.gguf_tokenizer import tokenizer_from_gguf
+from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
+from backend.models.llama import Llama, read_llama_weights
+from backend.models.tokenizer import Tokenizer
+
+__all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_QUANTIZATIONS = ("auto", "none", "w4")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Model
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None: the model has none, so it only completes
+    config: ModelConfig
+    name: str  # the file's or folder's
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    max_model_len: int | None = None,
+    threads: int | None = None,
+    native: bool = True,
+) -> LoadedModel:
+    """Load a GGUF file, or a transformers folder with safetensors.
+
+    Args:
+        dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto", which takes bfloat16 only where
+            the processor multiplies it in hardware.
+        quantization: "none"; "w4", 4-bit weights for steps of few rows, needs bfloat16; "auto" is "none" here.
+        max_model_len: a shorter context than the model's own, in tokens.
+        threads: of torch, for the whole process; None leaves them as they are.
+        native: whether a compiled tier may take the model over where there is one.
+
+    Raises:
+        ModelLoadError: one line that names the file and what is wrong with it.
+    """
+    chosen_dtype = _choose_dtype(dtype, quantization)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    parts = _read(path)
+    config = parts.checkpoint.config.limited_to(max_model_len)
+    if parts.tokenizer.vocab_size > config.vocab_size:
+        raise ModelLoadError(
+            f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
+        )
+    model = Llama(
+        read_llama_weights(parts.checkpoint, config),
+        chosen_dtype,
+        "w4" if quantization == "w4" else "none",
+    )
+    return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
+
+
+def _choose_dtype(dtype: str, quantization: str) -> torch.dtype:
+    if quantization not in _QUANTIZATIONS:
+        raise ModelLoadError(
+            f"quantization must be one of {', '.join(_QUANTIZATIONS)}; got {quantization!r}"
+        )
+    if dtype == "auto":
+        dtype = "bfloat16" if quantization == "w4" or _multiplies_bfloat16() else "float32"
+    if dtype not in _DTYPES:
+        raise ModelLoadError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {dtype!r}")
+    if quantization == "w4" and dtype != "bfloat16":
+        raise ModelLoadError(f"quantization w4 needs dtype bfloat16; got {dtype}")
+    return _DTYPES[dtype]
+
+
+def _multiplies_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    name: str
+
+
+def _read(path: Path) -> _Parts:
+    if path.is_dir() and (path / "config.json").exists():
+        return _read_folder(path)
+    if path.is_dir():
+        return _read_gguf(_only_gguf(path))
+    if not path.exists():
+        raise ModelLoadError(f"{path}: no such file or folder")
+    return _read_gguf(path)
+
+
+def _only_gguf(folder: Path) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ModelLoadError(
+            f"{folder}: neither a config.json nor exactly one .gguf file in it (found {len(files)})"
+        )
+    return files[0]
+
+
+def _read_gguf(path: Path) -> _Parts:
+    file = GGUFFile(path)
+    checkpoint = GGUFCheckpoint(file)
+    tokenizer = tokenizer_from_gguf(file.metadata, str(path))
+    text = file.metadata.get("tokenizer.chat_template")
+    end = file.metadata.get("tokenizer.ggml.eos_token_id")
+    eos_token = tokenizer.token_text(end) if isinstance(end, int) else ""
+    bos_token = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+    return _Parts(checkpoint, tokenizer, _template(text, bos_token, eos_token, path), path.stem)
+
+
+def _read_folder(folder: Path) -> _Parts:
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.exists() else {}
+    bos_token, eos_token = (
+        special_token_text(config.get(f"{end}_token")) for end in ("bos", "eos")
+    )
+    template = _template(_folder_template(folder, config), bos_token, eos_token, folder)
+    return _Parts(
+        SafetensorsCheckpoint(folder),
+        tokenizer_from_folder(folder),
+        template,
+        folder.resolve().name,
+    )
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> Any:
+    """A file of its own wins over the entry of tokenizer_config.json, which may be a list of named ones."""
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        return own.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
+        return named.get("default")
+    return value
+
+
+def _template(text: Any, bos_token: str, eos_token: str, source: Path) -> ChatTemplate | None:
+    if not isinstance(text, str) or not text:
+        return None
+    try:
+        return ChatTemplate(text, bos_token=bos_token, eos_token=eos_token)
+    except TemplateError as exc:
+        raise ModelLoadError(f"{source}: {exc}") from exc
