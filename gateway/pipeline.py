@@ -69,7 +69,9 @@ class Pipeline:
         except Exception as exc:
             log.exception("request %s failed inside the gateway", request.id)
             meter.close(500, "error", "internal_error")
-            raise GatewayError("The gateway failed on this request.", code="internal_error") from exc
+            raise GatewayError(
+                "The gateway failed on this request.", code="internal_error"
+            ) from exc
 
     async def _answer(
         self, request: Request, principal: Principal, meter: RequestMeter

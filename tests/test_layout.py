@@ -38,9 +38,7 @@ def test_no_module_is_a_drawer(name: str) -> None:
 
 
 def test_no_file_holds_two_ideas() -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES
-    }
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
     filled = [n for n in lengths.values() if n]
     assert statistics.median(filled) <= 150

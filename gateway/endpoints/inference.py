@@ -57,7 +57,9 @@ class InferenceEndpoint:
         headers: Headers = [(b"x-request-id", request_id.encode())]
         try:
             if scope["method"] != "POST":
-                raise MethodNotAllowed(f"Not allowed to {scope['method']} on {scope['path'][:200]}.")
+                raise MethodNotAllowed(
+                    f"Not allowed to {scope['method']} on {scope['path'][:200]}."
+                )
             principal = self.authenticator.check(scope["headers"])
             check_json_content_type(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
