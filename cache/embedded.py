@@ -27,7 +27,11 @@ POLL_S = 0.01
 
 
 class EmbeddedStore:
-    """One server process on `data_dir`/store. `run_dir` holds its socket and is made private to this user."""
+    """One server process on `data_dir`/store. `run_dir` holds its socket and is made private to this user.
+
+    It writes its file before it answers, but at most two seconds late while the disk is busy: so much a kill may cost.
+    A clean stop loses nothing.
+    """
 
     def __init__(self, data_dir: Path, run_dir: Path) -> None:
         self._store_dir = data_dir.absolute() / "store"

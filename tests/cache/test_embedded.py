@@ -33,6 +33,7 @@ async def main():
     server = EmbeddedStore(Path(sys.argv[1]), Path(sys.argv[2]))
     store = Store(await server.start(), timeout_ms=5000)
     await store.call("SET", "kept", "yes")
+    await store.call("WAITAOF", 1, 0, 5000)
     print(server.pid, flush=True)
     await asyncio.sleep(3600)
 
@@ -109,6 +110,7 @@ async def test_data_survives_a_clean_stop(server: EmbeddedStore) -> None:
 
 async def test_data_survives_a_killed_server(server: EmbeddedStore) -> None:
     await start_and_keep_one(server)
+    await ask(server, "WAITAOF", "1", "0", "5000")  # a kill may cost the last second
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     await server.wait()
@@ -178,6 +180,7 @@ async def test_a_frozen_server_is_stopped_all_the_same(
     server: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await start_and_keep_one(server)
+    await ask(server, "WAITAOF", "1", "0", "5000")
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.1)
