@@ -34,6 +34,7 @@ class ChatTemplate:
 
     Args:
         text: Jinja source.
+        tool_text: another source that takes over when a request has tools; some models bring two.
         bos_token, eos_token: their texts, for templates that print them; "" where the model has none.
         now: the clock behind `strftime_now`.
 
@@ -47,6 +48,7 @@ class ChatTemplate:
         *,
         bos_token: str,
         eos_token: str,
+        tool_text: str | None = None,
         now: Callable[[], datetime] = lambda: datetime.now().astimezone(),
     ) -> None:
         self.text = text
@@ -56,12 +58,8 @@ class ChatTemplate:
             "raise_exception": _raise_exception,
             "strftime_now": lambda pattern: now().strftime(pattern),
         }
-        try:
-            tree = _ENVIRONMENT.parse(text)
-            self._wants_parts = _wants_parts(tree)
-            self._template = _ENVIRONMENT.from_string(_counted(tree))
-        except jinja2.TemplateError as exc:
-            raise TemplateError(f"chat template: {exc}") from exc
+        self._plain = _Source(text)
+        self._with_tools = _Source(tool_text) if tool_text else self._plain
 
     def render(
         self,
@@ -91,26 +89,32 @@ class ChatTemplate:
             "documents": kwargs.get("documents"),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        text = self._render_either(messages, variables)
+        source = self._with_tools if tools else self._plain
+        text = self._render_either(source, messages, variables)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _render_either(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
-        """Most templates want tool arguments as objects; a few concatenate them as text and fail on objects."""
+    def _render_either(
+        self, source: _Source, messages: Sequence[Message], variables: dict[str, Any]
+    ) -> str:
+        """Most templates want tool arguments as objects and no tools as None; a few fail on the one or the other."""
         try:
-            return self._render(_normalized(messages, self._wants_parts, parse=True), variables)
-        except TypeError as exc:
-            if not any(message.get("tool_calls") for message in messages):
-                raise TemplateError(f"chat template: {exc}") from exc
+            return self._render(
+                source, _normalized(messages, source.wants_parts, parse=True), variables
+            )
+        except TypeError:
+            variables = {**variables, "tools": variables["tools"] or []}
         try:
-            return self._render(_normalized(messages, self._wants_parts, parse=False), variables)
+            return self._render(
+                source, _normalized(messages, source.wants_parts, parse=False), variables
+            )
         except TypeError as exc:
             raise TemplateError(f"chat template: {exc}") from exc
 
-    def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
+    def _render(self, source: _Source, messages: list[Message], variables: dict[str, Any]) -> str:
         budget = _Budget()
         scope = {**self._globals, **variables, "messages": messages, _TICK: budget.tick}
         try:
-            return "".join(map(budget.spend, self._template.generate(scope)))
+            return "".join(map(budget.spend, source.template.generate(scope)))
         except TemplateError:
             raise
         except jinja2.TemplateError as exc:
@@ -118,6 +122,16 @@ class ChatTemplate:
         except RecursionError:
             raise TemplateError("chat template: it calls itself without end") from None
         except (ArithmeticError, AttributeError, LookupError, MemoryError, ValueError) as exc:
+            raise TemplateError(f"chat template: {exc}") from exc
+
+
+class _Source:
+    def __init__(self, text: str) -> None:
+        try:
+            tree = _ENVIRONMENT.parse(text)
+            self.wants_parts = _wants_parts(tree)
+            self.template = _ENVIRONMENT.from_string(_counted(tree))
+        except (jinja2.TemplateError, RecursionError) as exc:
             raise TemplateError(f"chat template: {exc}") from exc
 
 

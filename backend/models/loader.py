@@ -18,6 +18,7 @@ from backend.models.gguf import GGUFFile
 from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
+from backend.models.native_llama import build_native
 from backend.models.tokenizer import Tokenizer
 
 __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
@@ -47,12 +48,12 @@ def load_model(
     """Load a GGUF file, or a transformers folder with safetensors.
 
     Args:
-        dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto", which takes bfloat16 only where
-            the processor multiplies it in hardware.
+        dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
+            bfloat16 where the processor multiplies it in hardware, else float32.
         quantization: "none"; "w4", 4-bit weights for steps of few rows, needs bfloat16; "auto" is "none" here.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
-        native: whether a compiled tier may take the model over where there is one.
+        native: whether the compiled float32 tier takes the model over where this machine has it.
 
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
@@ -66,11 +67,12 @@ def load_model(
         raise ModelLoadError(
             f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
         )
-    model = Llama(
-        read_llama_weights(parts.checkpoint, config),
-        chosen_dtype,
-        "w4" if quantization == "w4" else "none",
-    )
+    weights = read_llama_weights(parts.checkpoint, config)
+    model: Model | None = None
+    if native and dtype in ("auto", "float32") and quantization != "w4":
+        model = build_native(config, weights, threads=threads)
+    if model is None:
+        model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none")
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
 
 
@@ -123,11 +125,12 @@ def _read_gguf(path: Path) -> _Parts:
     file = GGUFFile(path)
     checkpoint = GGUFCheckpoint(file)
     tokenizer = tokenizer_from_gguf(file.metadata, str(path))
-    text = file.metadata.get("tokenizer.chat_template")
     end = file.metadata.get("tokenizer.ggml.eos_token_id")
     eos_token = tokenizer.token_text(end) if isinstance(end, int) else ""
     bos_token = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
-    return _Parts(checkpoint, tokenizer, _template(text, bos_token, eos_token, path), path.stem)
+    key = "tokenizer.chat_template"
+    texts = {"default": file.metadata.get(key), "tool_use": file.metadata.get(f"{key}.tool_use")}
+    return _Parts(checkpoint, tokenizer, _template(texts, bos_token, eos_token, path), path.stem)
 
 
 def _read_folder(folder: Path) -> _Parts:
@@ -136,7 +139,7 @@ def _read_folder(folder: Path) -> _Parts:
     bos_token, eos_token = (
         special_token_text(config.get(f"{end}_token")) for end in ("bos", "eos")
     )
-    template = _template(_folder_template(folder, config), bos_token, eos_token, folder)
+    template = _template(_folder_templates(folder, config), bos_token, eos_token, folder)
     return _Parts(
         SafetensorsCheckpoint(folder),
         tokenizer_from_folder(folder),
@@ -145,24 +148,26 @@ def _read_folder(folder: Path) -> _Parts:
     )
 
 
-def _folder_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """A file of its own wins over the entry of tokenizer_config.json, which may be a list of named ones."""
+def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[Any, Any]:
+    """By name. A file of its own wins over the entry of tokenizer_config.json, which is a text or a list."""
     own = folder / "chat_template.jinja"
     if own.exists():
-        return own.read_text(encoding="utf-8")
+        return {"default": own.read_text(encoding="utf-8")}
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {
+        return {
             entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
         }
-        return named.get("default")
-    return value
+    return {"default": value}
 
 
-def _template(text: Any, bos_token: str, eos_token: str, source: Path) -> ChatTemplate | None:
+def _template(
+    texts: Mapping[Any, Any], bos_token: str, eos_token: str, source: Path
+) -> ChatTemplate | None:
+    text, tool_text = texts.get("default"), texts.get("tool_use")
     if not isinstance(text, str) or not text:
         return None
     try:
-        return ChatTemplate(text, bos_token=bos_token, eos_token=eos_token)
+        return ChatTemplate(text, tool_text=tool_text, bos_token=bos_token, eos_token=eos_token)
     except TemplateError as exc:
         raise ModelLoadError(f"{source}: {exc}") from exc
