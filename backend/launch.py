@@ -1,0 +1,96 @@
+"""What `type = "engine"` needs before a gateway runs: checks of its table, model files, and a process a replica."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+from backend.options import WorkerSettings, option_faults, parse_options
+from backend.protocol import encode_frame
+from plugins.interfaces import ProcessSpec, ProviderSettings, Runtime
+
+BACKEND_MODULES = ("torch", "numpy", "gguf", "tokenizers", "safetensors", "jinja2")
+DEMO, HUB = "demo", "hub:"
+
+
+def setting_faults(settings: ProviderSettings) -> list[str]:
+    """What refuses the start, each as "key: what is wrong"."""
+    missing = [name for name in BACKEND_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        extra = "pip install 'tidegate[backend]'"
+        return [f'type: "engine" needs the backend extra: {extra} ({missing[0]} is missing)']
+    faults = _path_faults(settings.path) + option_faults(settings.engine)
+    if settings.template and not Path(settings.template).is_file():
+        faults.append(f"template: {settings.template}: no such file")
+    unused = {
+        "base_url": settings.base_url,
+        "api_key": settings.api_key,
+        "headers": settings.headers,
+        "options": settings.options,
+    }
+    return faults + [f"{key}: not used by type engine" for key, value in unused.items() if value]
+
+
+def worker_processes(settings: ProviderSettings, runtime: Runtime) -> list[ProcessSpec]:
+    """One worker a replica; the CPUs are shared out evenly unless `threads` says otherwise."""
+    options = parse_options(settings.engine)
+    threads = options.threads or max(1, _num_cpus() // options.replicas)
+    env = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": _python_path()}
+    return [
+        ProcessSpec(
+            name=f"engine {settings.name}/{i}",
+            argv=(sys.executable, "-P", "-m", "backend.worker"),
+            env=env,
+            stdin=bytes(encode_frame(_worker_settings(settings, runtime, i, threads))),
+        )
+        for i in range(options.replicas)
+    ]
+
+
+def socket_path(name: str, runtime: Runtime, replica: int) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,24}", name):  # a socket's path has 100 bytes at most
+        name = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return runtime.run_dir / f"engine-{name}-{replica}.sock"
+
+
+def _worker_settings(
+    settings: ProviderSettings, runtime: Runtime, replica: int, threads: int
+) -> WorkerSettings:
+    return WorkerSettings(
+        name=f"{settings.name}/{replica}",
+        socket_path=str(socket_path(settings.name, runtime, replica)),
+        model_path=settings.path,
+        data_dir=str(runtime.data_dir),
+        template=settings.template,
+        threads=threads,
+        options=parse_options(settings.engine),
+    )
+
+
+def _path_faults(path: str) -> list[str]:
+    if not path:
+        return ['path: required: a folder, a .gguf file, "hub:owner/name", or "demo"']
+    if path == DEMO:
+        return []
+    if path.startswith(HUB):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path.removeprefix(HUB)):
+            return []
+        return [f'path: {path}: expected "hub:owner/name"']
+    if not Path(path).exists():
+        return [f"path: {path}: no such file or folder"]
+    return []
+
+
+def _python_path() -> str:
+    """The worker imports the very code that this process runs, and nothing that happens to lie in its folder."""
+    own = str(Path(__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return own if not inherited else os.pathsep.join((own, inherited))
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

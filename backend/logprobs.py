@@ -1,0 +1,53 @@
+"""Log-probabilities in step with the text: an entry leaves the worker when its token's text does, never past a stop."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from backend.engine.params import StepOutput, TokenLogprob
+from backend.protocol import Logprob, TopLogprob
+
+
+class TokenText(Protocol):
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+@dataclass(slots=True)
+class LogprobGate:
+    """Of one choice. Offsets count characters of its text, echoed prompt included."""
+
+    tokenizer: TokenText
+    offset: int = 0  # where the next token begins
+    num_shown: int = 0  # characters that have left
+    _held: list[tuple[int, Logprob]] = field(default_factory=list["tuple[int, Logprob]"])
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def pass_through(self, output: StepOutput) -> list[Logprob]:
+        """The entries that belong to the text shown so far, this step's included."""
+        for entry in output.logprobs:
+            logprob = self._convert(entry)
+            self.offset += len(self._decoder.decode(logprob.data))
+            self._held.append((self.offset, logprob))
+        self.num_shown += len(output.text)
+        cut = output.finish_reason == "stop" and isinstance(output.stop_reason, str)
+        if output.finish_reason is not None and not cut:
+            return [logprob for _, logprob in self._held]
+        ready = [logprob for end, logprob in self._held if end <= self.num_shown]
+        del self._held[: len(ready)]
+        return ready
+
+    def _convert(self, entry: TokenLogprob) -> Logprob:
+        text, data = self._spell(entry.token_id)
+        top = [TopLogprob(*self._spell(token_id), logprob) for token_id, logprob in entry.top]
+        return Logprob(text, data, entry.logprob, top, self.offset)
+
+    def _spell(self, token_id: int) -> tuple[str, bytes]:
+        """Special tokens have no bytes in the text, so their name stands for them."""
+        text = self.tokenizer.token_text(token_id)
+        return text, self.tokenizer.token_bytes(token_id)

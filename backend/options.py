@@ -1,0 +1,92 @@
+"""The `engine` table of a `[[providers]]` entry, and what the supervisor hands to a worker. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from backend.engine.config import EngineConfig
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Every key of the table with its default; None: decided from the model and the machine."""
+
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = EngineConfig().max_num_seqs
+    max_num_batched_tokens: Count = EngineConfig().max_num_batched_tokens
+    kv_cache_gb: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
+    speculative: str = "off"
+    tensor_parallel_size: Count = 1
+    replicas: Annotated[int, Meta(ge=1, le=64)] = 1
+    deterministic: bool = False
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    num_blocks: Count | None = None  # KV blocks, in place of kv_cache_gb
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_cache_gb=self.kv_cache_gb,
+            max_model_len=self.max_model_len,
+            num_blocks=self.num_blocks,
+        )
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """The one frame that a worker reads from its standard input."""
+
+    name: str  # "local/0": provider and replica, for what it prints
+    socket_path: str
+    model_path: str  # a folder, a .gguf file, "demo" or "hub:owner/name"
+    data_dir: str
+    template: str = ""  # a Jinja file; "": the model's own
+    threads: int = 1
+    options: EngineOptions = EngineOptions()
+
+
+_FIELDS = {field.name: field for field in msgspec.structs.fields(EngineOptions)}
+# What the table can name and this version cannot do: refused in words, never ignored.
+_NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "device": (("auto", "cpu"), "only the CPU engine is built so far; use auto or cpu"),
+    "kv_cache_dtype": (("auto",), "a KV cache in another format is not built yet; use auto"),
+    "gpu_memory_utilization": ((None,), "is for GPUs, which are not built yet; use kv_cache_gb"),
+    "speculative": (("off",), "speculative decoding is not built yet; use off"),
+    "tensor_parallel_size": ((1,), "tensor parallelism is not built yet; use 1, or replicas"),
+    "deterministic": ((False,), "batch-invariant kernels are not built yet; use false"),
+}
+
+
+def option_faults(table: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the table, one sentence for each key: `engine.max_seqs: unknown key; nearest: ...`."""
+    return [
+        f"engine.{key}: {fault}" for key, value in table.items() if (fault := _fault(key, value))
+    ]
+
+
+def parse_options(table: Mapping[str, Any]) -> EngineOptions:
+    """Raises msgspec.ValidationError where `option_faults` finds something."""
+    return msgspec.convert(dict(table), EngineOptions)
+
+
+def _fault(key: str, value: Any) -> str | None:
+    if key not in _FIELDS:
+        nearest = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.0)
+        return f"unknown key; nearest: {nearest[0]}"
+    try:
+        msgspec.convert(value, _FIELDS[key].type)
+    except msgspec.ValidationError as exc:
+        text = str(exc)
+        return f"{text[:1].lower()}{text[1:]}, got {value!r}"
+    allowed, sentence = _NOT_BUILT.get(key, ((value,), ""))
+    return None if value in allowed else f"{value!r}: {sentence}"

@@ -1,0 +1,194 @@
+"""From a `Generate` message to prompt token ids, inside the worker: render, tokenize, check the length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from backend.engine.params import GenerationRequest, InvalidGeneration, check_token_ids
+from backend.protocol import Generate, Rejected
+
+MAX_ROWS = 1024  # prompts x n of one request
+INLINE_CHARS = 50_000  # about 10 ms of tokenizing; longer prompts leave the event loop
+
+
+class Refused(Exception):
+    """A request that is answered with `Rejected`."""
+
+    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def reply(self, request_id: int) -> Rejected:
+        return Rejected(request_id, self.message, self.param, self.code)
+
+
+class Tokenizer(Protocol):
+    """What the worker needs of `backend.models.tokenizer`."""
+
+    vocab_size: int
+
+    def encode(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True
+    ) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+class ChatTemplate(Protocol):
+    """What the worker needs of `backend.models.chat_template`."""
+
+    text: str
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str: ...
+
+
+@dataclass(slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str  # what `echo` gives back
+
+
+@dataclass(slots=True)
+class PromptReader:
+    """Reads prompts for one model. `template_error` is what its template raises for messages it does not take."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    template_error: type[Exception]
+    max_model_len: int
+    vocab_size: int
+    _max_chars: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        longest = max(
+            (len(self.tokenizer.token_text(i)) for i in range(self.tokenizer.vocab_size)), default=1
+        )
+        # Unicode normalization may shrink a text to a third; beyond this no prompt can fit.
+        self._max_chars = 3 * max(1, longest) * self.max_model_len
+
+    def is_long(self, request: Generate) -> bool:
+        """Whether reading it would hold up the event loop."""
+        if request.messages is not None:
+            return _chat_chars(request) > INLINE_CHARS
+        return sum(len(prompt) for prompt in request.prompts) > INLINE_CHARS
+
+    def read(self, request: Generate) -> list[Prompt]:
+        """Raises Refused, with the numbers where a prompt is too long."""
+        if request.messages is not None:
+            prompts = [self._chat(request)]
+        else:
+            if not request.prompts:
+                raise Refused("prompt is empty: it needs at least one text", "prompt")
+            prompts = [self._completion(prompt) for prompt in request.prompts]
+        if len(prompts) * request.n > MAX_ROWS:
+            message = (
+                f"{len(prompts)} prompts of {request.n} choices; the limit is {MAX_ROWS} in all"
+            )
+            raise Refused(message, "n")
+        return prompts
+
+    def _chat(self, request: Generate) -> Prompt:
+        if self.template is None:
+            message = "this model has no chat template: use /v1/completions, or set `template`"
+            raise Refused(message, "messages")
+        try:
+            text = self.template.render(
+                self._known_roles(request.messages or []),
+                request.tools,
+                add_generation_prompt=not request.continue_final_message,
+                continue_final_message=request.continue_final_message,
+                **request.template_kwargs,
+            )
+        except self.template_error as exc:
+            message = str(exc).removeprefix("chat template: ")
+            raise Refused(f"the chat template refuses the messages: {message}", "messages") from exc
+        # The template holds the model's own beginning-of-text token.
+        return Prompt(self._encode(text, "messages", add_special=False), text)
+
+    def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Templates older than the developer role know it as the system's."""
+        if self.template is None or "developer" in self.template.text:
+            return messages
+        return [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in messages
+        ]
+
+    def _completion(self, prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(self._encode(prompt, "prompt", add_special=True), prompt)
+        try:
+            check_token_ids(prompt, "prompt", self.vocab_size)
+        except InvalidGeneration as exc:
+            raise Refused(exc.message, "prompt") from exc
+        self._check_length(len(prompt), "prompt")
+        text = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace")
+        return Prompt(prompt, text)
+
+    def _encode(self, text: str, param: str, *, add_special: bool) -> list[int]:
+        if len(text) > self._max_chars:
+            raise Refused(
+                f"This model's maximum context length is {self.max_model_len} tokens. However,"
+                f" your {param} resulted in {len(text)} characters, more than any"
+                f" {self.max_model_len} tokens can hold. Please reduce the length of the {param}.",
+                param,
+                "context_length_exceeded",
+            )
+        token_ids = self.tokenizer.encode(text, add_special=add_special)
+        self._check_length(len(token_ids), param)
+        return token_ids
+
+    def _check_length(self, num_tokens: int, param: str) -> None:
+        if num_tokens >= self.max_model_len:
+            raise Refused(
+                f"This model's maximum context length is {self.max_model_len} tokens. However,"
+                f" your {param} resulted in {num_tokens} tokens, which leaves no room for an"
+                f" answer. Please reduce the length of the {param}.",
+                param,
+                "context_length_exceeded",
+            )
+
+
+def make_rows(request: Generate, prompts: list[Prompt], row_prefix: str) -> list[GenerationRequest]:
+    """One engine request for each choice. With a seed, choice k of a prompt draws with seed + k."""
+    rows: list[GenerationRequest] = []
+    for i, prompt in enumerate(prompts):
+        for k in range(request.n):
+            params = request.params
+            if k and params.seed is not None:
+                params = msgspec.structs.replace(params, seed=_wrap(params.seed + k))
+            rows.append(
+                GenerationRequest(
+                    f"{row_prefix}{i * request.n + k}",
+                    prompt.token_ids,
+                    params,
+                    request.klass,
+                    request.cache_salt,
+                )
+            )
+    return rows
+
+
+def _wrap(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _chat_chars(request: Generate) -> int:
+    """Text to tokenize, with something for what it takes to render each message and tool."""
+    messages, tools = request.messages or [], request.tools or []
+    return sum(len(m["content"]) + 100 for m in messages) + 1000 * len(tools)

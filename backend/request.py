@@ -1,0 +1,203 @@
+"""From the gateway's request to the engine's `Generate`: what the engine cannot do is refused here, with its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backend.engine.params import RequestClass, SamplingParams
+from backend.protocol import Generate
+from plugins.errors import InvalidRequest, Unsupported
+from plugins.events import (
+    Media,
+    Message,
+    Part,
+    Reasoning,
+    Refusal,
+    Request,
+    Sampling,
+    Text,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+
+# Top-level fields that change what is generated, and that we cannot honour yet. Others we do not know are harmless.
+_TEMPLATE_ARGUMENTS = frozenset(
+    ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+)
+_REFUSED_FIELDS = (
+    "suffix",
+    "functions",
+    "function_call",
+    "web_search_options",
+    "audio",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "use_beam_search",
+)
+
+
+def to_generate(request: Request) -> Generate:
+    """Raises InvalidRequest or Unsupported, with `param`."""
+    _refuse_unbuilt(request)
+    sampling = request.sampling
+    generate = Generate(
+        0,  # set by the connection it goes out on
+        _params(sampling),
+        n=sampling.n,
+        klass=RequestClass[request.klass.upper()],
+        cache_salt=_cache_salt(request),
+        echo=sampling.echo,
+    )
+    if request.dialect == "completions":
+        generate.prompts = request.prompts
+        return generate
+    messages = request.messages
+    if not messages:
+        raise InvalidRequest("messages is empty: it needs at least one message", param="messages")
+    generate.messages = template_messages(messages)
+    if request.tools and not (request.tool_choice and request.tool_choice.mode == "none"):
+        generate.tools = [_template_tool(tool, i) for i, tool in enumerate(request.tools)]
+    generate.continue_final_message = messages[-1].role == "assistant"
+    generate.template_kwargs = _template_kwargs(request)
+    return generate
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: `content` is a string, tool results are messages of their own."""
+    out: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        _refuse_media(message, i)
+        results = [part for part in message.parts if isinstance(part, ToolResult)]
+        out += [_tool_message(result) for result in results]
+        if len(results) < len(message.parts) or not message.parts:
+            out.append(_plain_message(message))
+    return out
+
+
+def _plain_message(message: Message) -> dict[str, Any]:
+    parts = message.parts
+    entry: dict[str, Any] = {"role": message.role, "content": _joined_text(parts)}
+    if message.name is not None:
+        entry["name"] = message.name
+    if reasoning := "".join(part.text for part in parts if isinstance(part, Reasoning)):
+        entry["reasoning_content"] = reasoning
+    if calls := [_template_call(part) for part in parts if isinstance(part, ToolCall)]:
+        entry["tool_calls"] = calls
+    return entry
+
+
+def _tool_message(result: ToolResult) -> dict[str, Any]:
+    entry = {
+        "role": "tool",
+        "tool_call_id": result.tool_call_id,
+        "content": _joined_text(list(result.parts)),
+    }
+    if result.name is not None:
+        entry["name"] = result.name
+    return entry
+
+
+def _joined_text(parts: list[Part]) -> str:
+    return "\n".join(part.text for part in parts if isinstance(part, Text | Refusal))
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """Arguments stay JSON text: the chat template parses them where it wants an object."""
+    function = {"name": call.name, "arguments": call.arguments or "{}"}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _template_tool(tool: Tool, index: int) -> dict[str, Any]:
+    if tool.kind != "function":
+        message = f"tools[{index}].type: this model takes functions only, got {tool.kind}"
+        raise Unsupported(message, param=f"tools[{index}].type")
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _template_kwargs(request: Request) -> dict[str, Any]:
+    kwargs = request.extra.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    taken = _TEMPLATE_ARGUMENTS & kwargs.keys()
+    if taken:
+        message = f"chat_template_kwargs cannot set {', '.join(sorted(taken))}"
+        raise InvalidRequest(message, param="chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        return {"reasoning_effort": request.reasoning_effort, **kwargs}
+    return dict(kwargs)
+
+
+def _params(sampling: Sampling) -> SamplingParams:
+    """None means "the default" on both sides; ranges are the engine's to check."""
+    given = {
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logit_bias=sampling.logit_bias or None,
+        logprobs=sampling.top_logprobs if sampling.logprobs else None,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _cache_salt(request: Request) -> bytes:
+    salt = request.extra.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise InvalidRequest("cache_salt must be a string", param="cache_salt")
+    return salt.encode()
+
+
+def _refuse_media(message: Message, index: int) -> None:
+    for part in message.parts:
+        inner = part.parts if isinstance(part, ToolResult) else [part]
+        for media in inner:
+            if isinstance(media, Media):
+                param = f"messages[{index}].content"
+                text = f"{param} holds an {media.kind} part; this model reads text only"
+                raise InvalidRequest(text.replace("an file", "a file"), param=param)
+
+
+def _refuse_unbuilt(request: Request) -> None:
+    sampling, form, choice = request.sampling, request.response_format, request.tool_choice
+    if form is not None and form.kind != "text":
+        raise _unsupported("response_format", f"type {form.kind} is not built yet; use text")
+    if choice is not None and _must_call(choice.mode, choice.allowed_mode):
+        raise _unsupported("tool_choice", "forcing a call is not built yet; use auto or none")
+    if sampling.best_of is not None and sampling.best_of > sampling.n:
+        raise _unsupported("best_of", f"{sampling.best_of} with n = {sampling.n}; use best_of = n")
+    if sampling.prompt_logprobs or (sampling.echo and sampling.logprobs):
+        raise _unsupported(
+            "logprobs", "of the prompt (with echo) are not built yet; leave out echo or logprobs"
+        )
+    for name in _REFUSED_FIELDS:
+        if request.extra.get(name):
+            raise _unsupported(name, "is not supported by this model")
+
+
+def _must_call(mode: str, allowed_mode: str) -> bool:
+    return mode in ("required", "named") or (mode == "allowed" and allowed_mode == "required")
+
+
+def _unsupported(param: str, message: str) -> Unsupported:
+    return Unsupported(f"{param}: {message}", param=param)

@@ -1,0 +1,174 @@
+"""The engine's process: `python -m backend.worker`, one for each replica of a local model.
+
+It reads one frame of settings from standard input, loads the model, and serves gateway processes on a Unix socket.
+Standard input stays open for as long as the supervisor lives; when it ends, so does the worker. A model that cannot
+be loaded is one line on standard error and exit code 2; an engine that cannot go on is exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+
+from backend.engine_thread import Engine
+from backend.options import WorkerSettings
+from backend.prompts import ChatTemplate, PromptReader, Tokenizer
+from backend.protocol import Ready
+from backend.worker_server import WorkerServer
+
+LOAD_FAILED = 2
+SWITCH_INTERVAL_S = 0.001  # how long the event loop may wait for the engine thread's Python code
+logger = logging.getLogger(__name__)
+
+
+class LoadFault(Exception):
+    """The model cannot be served; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to generate."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    template_error: type[Exception]
+    name: str
+    fingerprint: str
+
+
+Load = Callable[[WorkerSettings], Loaded]
+
+
+def main(load: Load) -> int:
+    """Serve until standard input ends or SIGTERM comes -> exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the supervisor, which drains
+    settings = read_settings(0)
+    logging.basicConfig(level=logging.INFO, format=f"engine {settings.name}: %(message)s")
+    stdin = StdinWatch()
+    started_s = time.monotonic()
+    try:
+        loaded = load(settings)
+    except LoadFault as exc:
+        print(f"engine {settings.name}: {exc}", file=sys.stderr)  # noqa: T201
+        return LOAD_FAILED
+    logger.info("%s loaded in %.1f s", loaded.name, time.monotonic() - started_s)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    asyncio.run(_serve(settings, loaded, stdin))
+    return 0
+
+
+def read_settings(fd: int) -> WorkerSettings:
+    """The one frame on standard input; what follows is only waited on, so nothing may be read ahead."""
+    size = int.from_bytes(_read_exactly(fd, 4), "big")
+    return msgspec.msgpack.decode(_read_exactly(fd, size), type=WorkerSettings)
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = os.read(fd, size - len(data))
+        if not chunk:
+            raise SystemExit("standard input ended before the settings were complete")
+        data += chunk
+    return data
+
+
+class StdinWatch:
+    """Waits for the end of standard input. Until someone can end the process in order, it just ends."""
+
+    def __init__(self) -> None:
+        self.on_end: Callable[[], object] = lambda: os._exit(0)
+        Thread(target=self._wait, name="stdin", daemon=True).start()
+
+    def _wait(self) -> None:
+        while os.read(0, 4096):
+            pass
+        self.on_end()
+
+
+async def _serve(settings: WorkerSettings, loaded: Loaded, stdin: StdinWatch) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    stdin.on_end = lambda: loop.call_soon_threadsafe(stop.set)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    server = _new_server(loaded)
+    umask = os.umask(0o177)  # the socket is its owner's alone from the first moment
+    listener = await loop.create_unix_server(server.new_session, settings.socket_path)
+    os.umask(umask)
+    server.engine_thread.start()
+    logger.info(
+        "ready: context %d tokens, %d KV blocks",
+        server.ready.max_model_len,
+        server.ready.num_blocks,
+    )
+    await stop.wait()
+    listener.close()
+    server.close()
+    Path(settings.socket_path).unlink(missing_ok=True)  # noqa: ASYNC240  (the last thing that happens)
+
+
+def _new_server(loaded: Loaded) -> WorkerServer:
+    engine, tokenizer = loaded.engine, loaded.tokenizer
+    reader = PromptReader(
+        tokenizer,
+        loaded.template,
+        loaded.template_error,
+        engine.max_model_len,
+        engine.vocab_size,
+    )
+    num_blocks = engine.stats().num_blocks
+    ready = Ready(
+        loaded.name, loaded.fingerprint, engine.max_model_len, engine.vocab_size, num_blocks
+    )
+    return WorkerServer(engine, reader, ready)
+
+
+def load_engine(settings: WorkerSettings) -> Loaded:
+    """Raises LoadFault."""
+    from backend.engine.engine import (
+        LLMEngine,  # torch takes seconds to import: only where it is used
+    )
+    from backend.models.chat_template import TemplateError
+    from backend.models.loader import ModelLoadError, load_model
+
+    options = settings.options
+    try:
+        loaded = load_model(
+            Path(settings.model_path),
+            dtype=options.dtype,
+            quantization=options.quantization,
+            max_model_len=options.max_model_len,
+            threads=settings.threads,
+        )
+        engine = LLMEngine(loaded.model, loaded.tokenizer, options.engine_config())
+    except (ModelLoadError, ValueError, MemoryError, OSError) as exc:
+        raise LoadFault(f"{exc}" or type(exc).__name__) from exc
+    return Loaded(
+        engine,
+        loaded.tokenizer,
+        loaded.chat_template,
+        TemplateError,
+        loaded.name,
+        loaded.model.fingerprint,
+    )
+
+
+def exit_now(code: int) -> None:
+    """End without waiting for the engine thread: a step under way has nobody left to read it."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_now(main(load_engine))

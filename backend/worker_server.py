@@ -1,0 +1,300 @@
+"""The worker's side of the socket: gateway processes in, engine rows out, and the way back.
+
+Everything here runs on the event loop's thread; what the engine's thread reports is handed over in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from backend.engine.params import EngineStats, InvalidGeneration, StepOutput
+from backend.engine_thread import Engine, EngineThread
+from backend.logprobs import LogprobGate
+from backend.prompts import Prompt, PromptReader, Refused, make_rows
+from backend.protocol import (
+    VERSION,
+    Abort,
+    Accepted,
+    Delta,
+    Deltas,
+    FrameReader,
+    Generate,
+    Hello,
+    ProtocolError,
+    Ready,
+    Rejected,
+    Stats,
+    decode_to_worker,
+    encode_frame,
+)
+
+MAX_BACKLOG_BYTES = 64 << 20  # a gateway that reads no more is cut off, its requests aborted
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One `Generate` that has not ended. `choices` maps engine rows to their index; empty while it is read."""
+
+    session: Session
+    message: Generate
+    choices: dict[str, Choice] = field(default_factory=dict[str, "Choice"])
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    request: LiveRequest
+    index: int
+    gate: LogprobGate | None
+
+
+class WorkerServer:
+    """Owns which row belongs to whom. An `EngineListener`: its `on_` methods are called on the engine's thread."""
+
+    def __init__(self, engine: Engine, reader: PromptReader, ready: Ready) -> None:
+        self.reader = reader
+        self.ready = ready
+        self.engine_thread = EngineThread(engine, self)
+        self._loop = asyncio.get_running_loop()
+        self._sessions: set[Session] = set()
+        self._choices: dict[str, Choice] = {}
+        self._num_sessions = 0
+        self._stats = _stats_message(engine.stats())
+
+    def new_session(self) -> Session:
+        self._num_sessions += 1
+        return Session(self, self._num_sessions)
+
+    def close(self) -> None:
+        for session in list(self._sessions):
+            session.close()
+        self.engine_thread.stop()
+
+    # -- from the engine's thread ------------------------------------------------------------------------------------
+
+    def on_step(self, outputs: list[StepOutput]) -> None:
+        if outputs:
+            self.hand_over(self._send_outputs, outputs)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.hand_over(self._send_stats, stats)
+
+    def on_death(self, cause: BaseException) -> None:
+        traceback.print_exception(cause)
+        os._exit(1)  # the supervisor starts a fresh engine; this one's memory cannot be trusted
+
+    def hand_over(self, callback: Callable[..., None], *args: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *args)
+
+    # -- on the loop -------------------------------------------------------------------------------------------------
+
+    def greet(self, session: Session) -> None:
+        self._sessions.add(session)
+        session.send(self.ready)
+        session.send(self._stats)
+
+    def leave(self, session: Session, live: list[LiveRequest]) -> None:
+        self._sessions.discard(session)
+        for request in live:
+            self.abort(request)
+
+    def admit(self, request: LiveRequest, prompts: list[Prompt], row_prefix: str) -> None:
+        """Hand the rows to the engine. Their choices are known before the first step can report them."""
+        message, rows = request.message, make_rows(request.message, prompts, row_prefix)
+        for index, row in enumerate(rows):
+            gate = self._new_gate(message, prompts[index // message.n])
+            request.choices[row.request_id] = Choice(request, index, gate)
+        self._choices |= request.choices
+        self.engine_thread.add(
+            rows, lambda refusal: self.hand_over(self._added, request, prompts, refusal)
+        )
+
+    def abort(self, request: LiveRequest) -> None:
+        for row_id in request.choices:
+            del self._choices[row_id]
+        if request.choices:
+            self.engine_thread.abort(list(request.choices))
+            request.choices.clear()
+
+    def _new_gate(self, message: Generate, prompt: Prompt) -> LogprobGate | None:
+        if message.params.logprobs is None:
+            return None
+        start = len(prompt.text) if message.echo else 0
+        return LogprobGate(self.reader.tokenizer, offset=start, num_shown=start)
+
+    def _added(
+        self, request: LiveRequest, prompts: list[Prompt], refusal: InvalidGeneration | None
+    ) -> None:
+        session, message = request.session, request.message
+        if not session.owns(request):
+            return  # aborted meanwhile
+        if refusal is not None:
+            for row_id in request.choices:
+                del self._choices[row_id]
+            request.choices.clear()
+            session.reject(request, Refused(refusal.message, refusal.param, refusal.code))
+            return
+        session.send(Accepted(message.request_id, sum(len(p.token_ids) for p in prompts)))
+        if message.echo:
+            session.send(Deltas(_echo(message, prompts)))
+
+    def _send_outputs(self, outputs: list[StepOutput]) -> None:
+        """One frame for each gateway process, however many of its streams moved."""
+        frames: dict[Session, list[Delta]] = {}
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue  # aborted while the step ran
+            delta = _delta(choice, output)
+            if delta.text or delta.logprobs or delta.finish_reason is not None:
+                frames.setdefault(choice.request.session, []).append(delta)
+            if output.finish_reason is not None:
+                self._forget(choice, output.request_id)
+        for session, deltas in frames.items():
+            session.send(Deltas(deltas))
+
+    def _forget(self, choice: Choice, row_id: str) -> None:
+        del self._choices[row_id]
+        del choice.request.choices[row_id]
+        if not choice.request.choices:
+            choice.request.session.ended(choice.request)
+
+    def _send_stats(self, stats: EngineStats) -> None:
+        self._stats = _stats_message(stats)
+        for session in list(self._sessions):
+            session.send(self._stats)
+
+
+class Session(asyncio.Protocol):
+    """One gateway process. When its connection ends, so does everything it asked for."""
+
+    def __init__(self, server: WorkerServer, number: int) -> None:
+        self._server = server
+        self._number = number
+        self._frames = FrameReader()
+        self._live: dict[int, LiveRequest] = {}
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        live, self._live = list(self._live.values()), {}
+        self._server.leave(self, live)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._frames.feed(data):
+                self._receive(decode_to_worker(payload))
+        except ProtocolError as exc:
+            logger.error("a connection is closed: %s", exc)
+            self.close()
+
+    def send(self, message: msgspec.Struct) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(encode_frame(message))
+        if self._transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+            logger.error("a gateway process reads no more: its connection is closed")
+            self._transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def owns(self, request: LiveRequest) -> bool:
+        return self._live.get(request.message.request_id) is request
+
+    def ended(self, request: LiveRequest) -> None:
+        del self._live[request.message.request_id]
+
+    def reject(self, request: LiveRequest, refusal: Refused) -> None:
+        self.ended(request)
+        self.send(refusal.reply(request.message.request_id))
+
+    def _receive(self, message: Hello | Generate | Abort) -> None:
+        if isinstance(message, Hello):
+            if message.version != VERSION:
+                raise ProtocolError(f"protocol version {message.version}; ours is {VERSION}")
+            self._server.greet(self)
+        elif isinstance(message, Generate):
+            self._generate(message)
+        elif (request := self._live.pop(message.request_id, None)) is not None:
+            self._server.abort(request)
+
+    def _generate(self, message: Generate) -> None:
+        if message.request_id in self._live:
+            raise ProtocolError(f"request id {message.request_id} is used twice")
+        request = LiveRequest(self, message)
+        self._live[message.request_id] = request
+        if not self._server.reader.is_long(message):
+            self._admit(request, _read(self._server.reader, message))
+            return
+        reading = asyncio.get_running_loop().run_in_executor(
+            None, _read, self._server.reader, message
+        )
+        reading.add_done_callback(lambda done: self._admit(request, done.result()))
+
+    def _admit(self, request: LiveRequest, prompts: list[Prompt] | Rejected) -> None:
+        if not self.owns(request):
+            return  # aborted while it was read
+        if isinstance(prompts, Rejected):
+            self.ended(request)
+            self.send(prompts)
+        else:
+            self._server.admit(request, prompts, f"{self._number}:{request.message.request_id}:")
+
+
+def _read(reader: PromptReader, message: Generate) -> list[Prompt] | Rejected:
+    try:
+        return reader.read(message)
+    except Refused as refusal:
+        return refusal.reply(message.request_id)
+    except Exception:  # ours to mend; it must not take the connection's other requests with it
+        logger.exception("a prompt could not be read")
+        text = "the engine could not read the prompt: see its log"
+        return Rejected(message.request_id, text, status=500)
+
+
+def _delta(choice: Choice, output: StepOutput) -> Delta:
+    return Delta(
+        choice.request.message.request_id,
+        choice.index,
+        output.text,
+        output.num_output_tokens,
+        output.num_cached_tokens,
+        choice.gate.pass_through(output) if choice.gate is not None else [],
+        output.finish_reason,
+        output.stop_reason,
+        output.error,
+    )
+
+
+def _echo(message: Generate, prompts: list[Prompt]) -> list[Delta]:
+    return [
+        Delta(message.request_id, i * message.n + k, prompt.text, 0, 0)
+        for i, prompt in enumerate(prompts)
+        for k in range(message.n)
+    ]
+
+
+def _stats_message(stats: EngineStats) -> Stats:
+    return Stats(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_blocks=stats.num_blocks,
+        num_free_blocks=stats.num_free_blocks,
+        num_preemptions=stats.num_preemptions,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_output_tokens=stats.num_output_tokens,
+    )
