@@ -41,7 +41,8 @@ class LogitRules:
         """Record one output token."""
         self._num_output_tokens += 1
         if self._penalizes:
-            self._counts[self._entry(token_id)] += 1.0
+            entry = self._entry(token_id)  # may replace the arrays
+            self._counts[entry] += 1.0
 
     def apply(self, logits: np.ndarray) -> None:
         """Change `logits` [vocab_size] in place."""

@@ -115,17 +115,14 @@ def min_p_floor(peak: float, params: SamplingParams) -> float:
 
 def kept_ids(logits: np.ndarray, peak: float, params: SamplingParams) -> np.ndarray:
     """The ids that top_k, top_p and min_p leave, likeliest first; never none."""
-    _, head = head_ids(logits, peak)
-    ids = _likeliest_first(logits, head)
     if 0 < params.top_k < len(logits):
-        if len(ids) < params.top_k:
-            ids = _likeliest_first(logits)
-        ids = ids[: params.top_k]
+        ids = likeliest_ids(logits, peak, params.top_k)
         total = float(_weights(logits[ids], peak, params).sum())
     else:
+        ids = _likeliest_first(logits, head_ids(logits, peak)[1])
         total = float(_weights(logits, peak, params).sum())
         if _weights(logits[ids], peak, params).sum() < params.top_p * total:
-            ids = _likeliest_first(logits)
+            ids = _likeliest_first(logits, np.arange(len(logits)))
     if params.top_p < 1.0:
         weights = _weights(logits[ids], peak, params)
         before = np.cumsum(weights) - weights
@@ -133,23 +130,31 @@ def kept_ids(logits: np.ndarray, peak: float, params: SamplingParams) -> np.ndar
     return ids[logits[ids] >= min_p_floor(peak, params)]
 
 
+def likeliest_ids(logits: np.ndarray, peak: float, count: int) -> np.ndarray:
+    """The `count` ids of the largest logits, largest first, equal ones by rising id."""
+    _, ids = head_ids(logits, peak)
+    if len(ids) < count:
+        ids = np.arange(len(logits))
+    if count < len(ids):
+        threshold = np.partition(logits[ids], -count)[-count] if count else np.inf
+        ids = ids[logits[ids] >= threshold]
+    return _likeliest_first(logits, ids)[:count]
+
+
 def token_logprob(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprob:
     """Log-probabilities of one token and of the `num_top` likeliest, from `logits` [vocab_size] as they are."""
     peak = float(logits.max())
     log_total = peak + math.log(float(np.exp(logits - np.float32(peak)).sum()))
-    _, head = head_ids(logits, peak)
-    ids = _likeliest_first(logits, head if len(head) >= num_top else None)[:num_top]
+    ids = likeliest_ids(logits, peak, num_top)
     top = tuple(
-        (int(top_id), _floored(value - log_total))
+        (top_id, _floored(value - log_total))
         for top_id, value in zip(ids.tolist(), logits[ids].tolist(), strict=True)
     )
     return TokenLogprob(token_id, _floored(float(logits[token_id]) - log_total), top)
 
 
-def _likeliest_first(logits: np.ndarray, ids: np.ndarray | None = None) -> np.ndarray:
-    """`ids` (None: the whole vocabulary) by falling logit, equal ones by rising id."""
-    if ids is None:
-        ids = np.arange(len(logits))
+def _likeliest_first(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Ascending `ids` by falling logit, equal ones by rising id."""
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
