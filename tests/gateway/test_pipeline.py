@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+
+import anyio
+import pytest
+
+from gateway.accounting import RequestMeter
+from gateway.filters import FilterChain
+from gateway.limits import LocalLimiter
+from gateway.pipeline import Pipeline
+from gateway.queues.online import OnlineQueue
+from gateway.router.dispatch import Dispatcher
+from gateway.router.routes import Routes
+from plugins.errors import (
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    PluginFailed,
+    RateLimited,
+    UpstreamUnavailable,
+)
+from plugins.events import Event, Finished, Request, Started, TextDelta, Usage
+from plugins.interfaces import Context, Limits, Principal, ProviderSettings, UsageRecord
+from plugins.manager import PluginRules
+from plugins.testing import ScriptedProvider, VirtualClock, answer
+
+pytestmark = pytest.mark.anyio
+WHO = Principal("web")
+
+
+class Ledger:
+    """Stands for Accounting: keeps the rows."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.wall_clock = clock
+        self.requests_in_flight = 0
+        self.rows: list[UsageRecord] = []
+
+    def record(self, row: UsageRecord) -> None:
+        self.rows.append(row)
+
+
+class Scene:
+    def __init__(self, *providers: ScriptedProvider, filters=(), transforms=()) -> None:  # type: ignore[no-untyped-def]
+        self.clock = VirtualClock()
+        self.ledger = Ledger(self.clock)
+        self.limiter = LocalLimiter(self.clock)
+        table = {p.name: (ProviderSettings(p.name, "s", max_retries=0), p) for p in providers}
+        routes = Routes(table, self.clock)
+        routes.load([("m", tuple(f"{p.name}/up" for p in providers), "ordered")])
+        self.pipeline = Pipeline(
+            limiter=self.limiter,
+            filters=FilterChain([(PluginRules("f", "block", 0.05), f) for f in filters]),
+            transforms=[(PluginRules("t"), t) for t in transforms],
+            routes=routes,
+            dispatcher=Dispatcher(OnlineQueue(10, 1), self.clock.sleep, random.Random(0)),
+            open_meter=lambda request, who: RequestMeter(request, who, self.ledger),  # type: ignore[arg-type]
+        )
+
+    async def run(
+        self, who: Principal = WHO, on_batch: Callable[[], None] = lambda: None, **fields: object
+    ) -> list[Event]:
+        request = Request(id="r", dialect="chat", model="m", received_s=self.clock(), **fields)  # type: ignore[arg-type]
+        out: list[Event] = []
+        async with aclosing(self.pipeline.run(request, who)) as events:
+            async for batch in events:
+                out += batch
+                on_batch()
+        return out
+
+    def row(self) -> UsageRecord:
+        assert len(self.ledger.rows) == 1
+        assert self.ledger.requests_in_flight == 0
+        return self.ledger.rows[0]
+
+
+async def test_a_good_request_leaves_one_row_with_its_usage() -> None:
+    scene = Scene(ScriptedProvider("one", [answer("hi")]))
+    await scene.run()
+    row = scene.row()
+    assert (row.outcome, row.status, row.target) == ("ok", 200, "one/up")
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens) == (3, 2)
+
+
+async def test_an_unknown_model_and_a_forbidden_one_look_the_same() -> None:
+    scene = Scene(ScriptedProvider("one", [answer("hi")]))
+    with pytest.raises(ModelNotFound) as forbidden:
+        await scene.run(Principal("x", models=frozenset({"other"})))
+    assert forbidden.value.code == "model_not_found"
+    assert (scene.row().status, scene.row().outcome) == (404, "rejected")
+
+
+async def test_a_failure_after_content_is_one_row_that_says_error() -> None:
+    script = [[Started("c", "m", 1), TextDelta("a")], UpstreamUnavailable("cut")]
+    scene = Scene(ScriptedProvider("one", script))
+    with pytest.raises(UpstreamUnavailable):
+        await scene.run()
+    assert (scene.row().outcome, scene.row().status) == ("error", 502)
+    assert scene.row().usage.estimated
+
+
+async def test_a_client_that_leaves_is_one_row_that_says_cancelled() -> None:
+    never = anyio.Event()
+    provider = ScriptedProvider("one", [[Started("c", "m", 1), TextDelta("a")], never])
+    scene = Scene(provider)
+    with anyio.CancelScope() as scope:
+        await scene.run(on_batch=scope.cancel)
+    assert (scene.row().outcome, scene.row().status) == ("cancelled", 499)
+    assert scene.row().usage.completion_tokens == 1
+    assert provider.open_streams == 0
+
+
+async def test_a_fault_of_ours_is_a_500_without_its_details() -> None:
+    scene = Scene(ScriptedProvider("one", [RuntimeError("secret detail")]))
+    with pytest.raises(GatewayError) as caught:
+        await scene.run()
+    assert caught.value.status == 500
+    assert "secret" not in caught.value.message
+    assert scene.row().error_code == "internal_error"
+
+
+async def test_a_failed_request_gives_its_place_back() -> None:
+    scene = Scene(ScriptedProvider("one", [UpstreamUnavailable("x")], [answer("ok")]))
+    who = Principal("k", limits=Limits(max_parallel=1))
+    with pytest.raises(UpstreamUnavailable):
+        await scene.run(who)
+    await scene.run(who)
+
+
+async def test_over_the_limit_reaches_no_provider() -> None:
+    provider = ScriptedProvider("one", [answer("ok")])
+    scene = Scene(provider)
+    who = Principal("k", limits=Limits(rpm=1))
+    await scene.run(who)
+    with pytest.raises(RateLimited):
+        await scene.run(who)
+    assert len(provider.calls) == 1
+    assert [row.outcome for row in scene.ledger.rows] == ["ok", "rejected"]
+
+
+class Refuse:
+    async def apply(self, request: Request, context: Context) -> Request:
+        raise InvalidRequest("forbidden word")
+
+
+class Slow:
+    async def apply(self, request: Request, context: Context) -> Request:
+        await asyncio.Event().wait()
+        return request
+
+
+class Watch:
+    read_only = True
+
+    async def apply(self, request: Request, context: Context) -> Request:
+        return request
+
+
+async def test_a_filter_may_refuse_before_any_work() -> None:
+    provider = ScriptedProvider("one", [answer("ok")])
+    with pytest.raises(InvalidRequest, match="forbidden word"):
+        await Scene(provider, filters=[Refuse()]).run()
+    assert provider.calls == []
+
+
+async def test_a_filter_that_is_late_fails_the_request_when_it_blocks() -> None:
+    with pytest.raises(PluginFailed):
+        await Scene(ScriptedProvider("one", [answer("ok")]), filters=[Slow()]).run()
+
+
+@pytest.mark.parametrize(
+    ("filters", "verbatim"), [([], True), ([Watch()], True), ([Refuse, 0], False)]
+)
+async def test_bytes_are_forwarded_only_while_no_filter_may_change_them(filters, verbatim) -> None:  # type: ignore[no-untyped-def]
+    class Change:
+        async def apply(self, request: Request, context: Context) -> Request:
+            return request
+
+    provider = ScriptedProvider("one", [answer("ok")], dialects=frozenset({"chat"}))
+    await Scene(provider, filters=filters if verbatim else [Change()]).run()
+    assert provider.calls[0][1].verbatim is verbatim
+
+
+class Hold:
+    """Holds everything back until the end, then adds a mark."""
+
+    def __init__(self) -> None:
+        self.held: list[Event] = []
+
+    def feed(self, events: list[Event]) -> list[Event]:
+        self.held += [e for e in events if isinstance(e, TextDelta)]
+        return [e for e in events if not isinstance(e, TextDelta)]
+
+    def flush(self) -> list[Event]:
+        return [*self.held, TextDelta("!")]
+
+
+async def test_what_a_transform_holds_back_comes_before_the_end() -> None:
+    scene = Scene(ScriptedProvider("one", [answer("hi")]), transforms=[lambda r, c: Hold()])
+    events = await scene.run()
+    assert [type(e) for e in events] == [Started, TextDelta, TextDelta, Finished, Usage]
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "hi!"
+
+
+async def test_transforms_run_in_order_over_what_the_ones_before_release() -> None:
+    def twice(request: Request, context: Context) -> Hold:
+        return Hold()
+
+    scene = Scene(ScriptedProvider("one", [answer("hi")]), transforms=[twice, twice])
+    text = [e.text for e in await scene.run() if isinstance(e, TextDelta)]
+    assert "".join(text) == "hi!!"
