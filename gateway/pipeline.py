@@ -90,7 +90,7 @@ class Pipeline:
                 async for batch in events:
                     yield batch
         finally:
-            if meter.reached_target:
+            if meter.has_content:
                 lease.settle(meter.usage())
-            else:
+            else:  # refused, or failed before a token: nothing was used
                 lease.refund()
