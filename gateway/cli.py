@@ -1,4 +1,4 @@
-"""The command `tidegate`. Thin: it reads arguments and prints; heavy modules are imported by the command that needs them."""
+"""The command `tidegate`. Thin: reads arguments and prints; each command imports what it needs."""
 
 from __future__ import annotations
 

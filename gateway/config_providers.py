@@ -76,8 +76,9 @@ class ProviderChecks:
             found = [f"type: the check of {settings.type} failed: {type(exc).__name__}: {exc}"]
         for fault in found:
             key, _, message = fault.partition(": ")
-            if not self._faults.touch((*at, key)):
-                self._faults.add((*at, key), message)
+            place = (*at, *key.split("."))
+            if not self._faults.touch(place):
+                self._faults.add(place, message)
 
 
 def _is_local(path: str) -> bool:

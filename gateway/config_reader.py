@@ -123,7 +123,10 @@ class Reader:
         for key in given.keys() - tables.keys() - {"enabled"}:
             self._fault((*at, key), f"unknown key{nearest(key, ['enabled'])}")
         enabled = self._convert(tuple[str, ...], given.get("enabled", []), (*at, "enabled"))
-        return None if enabled is None else PluginsConfig(enabled, tables)
+        if enabled is None:
+            return None
+        self._good[at] = PluginsConfig(enabled, tables)
+        return self._good[at]
 
     def _convert(self, hint: Any, value: Any, at: At) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
