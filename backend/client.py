@@ -37,7 +37,7 @@ class EngineType:
         return launch.setting_faults(settings)
 
     def prepare(self, settings: ProviderSettings, runtime: Runtime) -> None:
-        """Nothing yet."""
+        launch.fetch_model(settings, runtime)
 
     def processes(self, settings: ProviderSettings, runtime: Runtime) -> list[ProcessSpec]:
         return launch.worker_processes(settings, runtime)

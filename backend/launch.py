@@ -7,10 +7,16 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from backend.models.demo import fetch_demo_model
+from backend.models.errors import ModelLoadError
+from backend.models.hub import fetch_hub_model
 from backend.options import WorkerSettings, option_faults, parse_options
 from backend.protocol import encode_frame
+from plugins.errors import GatewayError
 from plugins.interfaces import ProcessSpec, ProviderSettings, Runtime
 
 BACKEND_MODULES = ("torch", "numpy", "gguf", "tokenizers", "safetensors", "jinja2")
@@ -33,6 +39,22 @@ def setting_faults(settings: ProviderSettings) -> list[str]:
         "options": settings.options,
     }
     return faults + [f"{key}: not used by type engine" for key, value in unused.items() if value]
+
+
+def fetch_model(settings: ProviderSettings, runtime: Runtime) -> None:
+    """Bring a model that is not a local path onto this machine, with a progress bar on standard error.
+
+    Raises:
+        GatewayError: it cannot be had; the message says what to do.
+    """
+    try:
+        if settings.path == DEMO:
+            with _progress("fetching the demo model") as report:
+                fetch_demo_model(runtime.data_dir, report)
+        elif settings.path.startswith(HUB):
+            fetch_hub_model(settings.path)  # shows its own progress
+    except ModelLoadError as exc:
+        raise GatewayError(f"providers.{settings.name}: {exc}") from exc
 
 
 def worker_processes(settings: ProviderSettings, runtime: Runtime) -> list[ProcessSpec]:
@@ -71,7 +93,33 @@ def _worker_settings(
     )
 
 
+@contextmanager
+def _progress(description: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar that appears with the first report: a model that is there already shows nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(description, total=None)
+
+    def report(done: int, total: int | None) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
 def _path_faults(path: str) -> list[str]:
+    """Only what is quick to see; a damaged file is the worker's to find, before it serves."""
     if not path:
         return ['path: required: a folder, a .gguf file, "hub:owner/name", or "demo"']
     if path == DEMO:
@@ -80,9 +128,17 @@ def _path_faults(path: str) -> list[str]:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", path.removeprefix(HUB)):
             return []
         return [f'path: {path}: expected "hub:owner/name"']
-    if not Path(path).exists():
+    file = Path(path)
+    if not file.exists():
         return [f"path: {path}: no such file or folder"]
-    return []
+    if file.is_dir():
+        known = (file / "config.json").is_file() or any(file.glob("*.gguf"))
+        return [] if known else [f"path: {path}: neither a config.json nor a .gguf file in it"]
+    try:
+        with file.open("rb") as opened:
+            return [] if opened.read(4) == b"GGUF" else [f"path: {path}: not a GGUF file"]
+    except OSError as exc:
+        return [f"path: {path}: cannot be read ({exc.strerror})"]
 
 
 def _python_path() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,6 +26,9 @@ from backend.options import WorkerSettings
 from backend.prompts import ChatTemplate, PromptReader, Tokenizer
 from backend.protocol import Ready
 from backend.worker_server import WorkerServer
+
+if TYPE_CHECKING:
+    from backend.models.tokenizer import Tokenizer as ModelTokenizer
 
 LOAD_FAILED = 2
 SWITCH_INTERVAL_S = 0.001  # how long the event loop may wait for the engine thread's Python code
@@ -144,22 +148,43 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     options = settings.options
     try:
         loaded = load_model(
-            Path(settings.model_path),
+            _model_path(settings),
             dtype=options.dtype,
             quantization=options.quantization,
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
         engine = LLMEngine(loaded.model, loaded.tokenizer, options.engine_config())
-    except (ModelLoadError, ValueError, MemoryError, OSError) as exc:
-        raise LoadFault(f"{exc}" or type(exc).__name__) from exc
+        template = _template(settings, loaded.tokenizer) or loaded.chat_template
+    except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:
+        raise LoadFault(str(exc) or type(exc).__name__) from exc
     return Loaded(
-        engine,
-        loaded.tokenizer,
-        loaded.chat_template,
-        TemplateError,
-        loaded.name,
-        loaded.model.fingerprint,
+        engine, loaded.tokenizer, template, TemplateError, loaded.name, loaded.model.fingerprint
+    )
+
+
+def _model_path(settings: WorkerSettings) -> Path:
+    """Files were fetched before the start; this finds them again."""
+    from backend.models.demo import fetch_demo_model
+    from backend.models.hub import PREFIX, fetch_hub_model
+
+    if settings.model_path == "demo":
+        return fetch_demo_model(Path(settings.data_dir))
+    if settings.model_path.startswith(PREFIX):
+        return fetch_hub_model(settings.model_path)
+    return Path(settings.model_path)
+
+
+def _template(settings: WorkerSettings, tokenizer: ModelTokenizer) -> ChatTemplate | None:
+    from backend.models.chat_template import ChatTemplate as ModelTemplate
+
+    if not settings.template:
+        return None
+    bos, eos = tokenizer.bos_id, min(tokenizer.eos_ids, default=None)
+    return ModelTemplate(
+        Path(settings.template).read_text(encoding="utf-8"),
+        bos_token="" if bos is None else tokenizer.token_text(bos),
+        eos_token="" if eos is None else tokenizer.token_text(eos),
     )
 
 
