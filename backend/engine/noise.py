@@ -4,8 +4,9 @@ Nothing is stored between draws, so neighbours in the batch, chunking, preemptio
 shift it. The generator is splitmix64 (Steele, Lea, Flood 2014) used as a hash: output `i` of the stream
 that starts at `key` is `mix64(key + (i + 1) * GOLDEN)`.
 
-A token's uniform variate is made of two parts, so that a whole vocabulary can be screened cheaply: 16
-`coarse` bits, four tokens to one hash, and 48 `fine` bits that are computed only for tokens still in the race.
+The standard exponential variates of 16 neighbouring tokens are made top down: first the least of them,
+which is an exponential over 16 at a uniformly chosen token, then every other as that plus a fresh
+exponential (an exponential has no memory). So one hash in 16 tells which tokens could still win a race.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ MIX1, MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 SAMPLE = 0  # purposes: drawing the next token
 
+GROUP = 16
 _GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
-_ONE = np.uint64(1)
-_LARGEST_BELOW_1 = math.nextafter(1.0, 0.0)
+_1, _4, _12, _15, _27, _30, _31 = (np.uint64(n) for n in (1, 4, 12, 15, 27, 30, 31))
+_IN_GROUP = np.arange(GROUP)
 
 
 def mix64(value: int) -> int:
@@ -42,36 +44,41 @@ class TokenNoise:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        num_words = -(-vocab_size // 4)
-        self._counters = np.arange(1, num_words + 1, dtype=np.uint64) * _GOLDEN
-        self._words = np.empty(num_words, np.uint64)
-        self._shifted = np.empty(num_words, np.uint64)
-
-    def coarse(self, key: int) -> np.ndarray:
-        """[vocab_size] uint16, valid until the next call: the top 16 bits of every token's uniform variate."""
-        np.add(self._counters, np.uint64(key), out=self._words)
-        _mix64_array(self._words, self._shifted)
-        return self._words.view("<u2")[: self._vocab_size]
+        num_groups = -(-vocab_size // GROUP)
+        self._counters = np.arange(1, num_groups + 1, dtype=np.uint64) * _GOLDEN
+        self._words = np.empty_like(self._counters)
+        self._scratch = np.empty_like(self._counters)
 
     def exponential(self, key: int, token_ids: np.ndarray) -> np.ndarray:
         """Standard exponential variates of `token_ids` [n] (int64) -> [n] float64, each above 0."""
-        ids = token_ids.astype(np.uint64)
-        words = np.uint64(key) + ((ids >> np.uint64(2)) + _ONE) * _GOLDEN
-        fine = np.uint64(mix64(key)) + (ids + _ONE) * _GOLDEN
-        shifted = np.empty_like(words)
-        _mix64_array(words, shifted)
-        _mix64_array(fine, shifted)
-        coarse = (words >> ((ids & np.uint64(3)) << np.uint64(4))) & np.uint64(0xFFFF)
-        bits = (coarse << np.uint64(48)) | (fine >> np.uint64(16))
-        uniform = np.minimum((bits.astype(np.float64) + 0.5) * 2.0**-64, _LARGEST_BELOW_1)
-        return -np.log1p(-uniform)
+        ids = token_ids.view(np.uint64)
+        words = np.empty((2, len(ids)), np.uint64)  # of the group, of the token
+        np.right_shift(ids, _4, out=words[0])
+        words[1] = ids
+        words += _1
+        words *= _GOLDEN
+        words += np.array([[key], [mix64(key)]], np.uint64)
+        _mix64_array(words, np.empty_like(words))
+        # 52 bits and a half step: exact in float64, never 0, never 1
+        uniform = ((words >> _12).view(np.int64) + 0.5) * 2.0**-52
+        least, fresh = -np.log(uniform)
+        return least / GROUP + np.where((words[0] & _15) == (ids & _15), 0.0, fresh)
+
+    def ids_below(self, key: int, limit: float) -> np.ndarray:
+        """All token ids whose exponential is below `limit`, ascending, among some that are not."""
+        np.add(self._counters, np.uint64(key), out=self._words)
+        _mix64_array(self._words, self._scratch)
+        threshold = int(math.exp(-GROUP * limit) * 2.0**64) - 2**14  # less the rounding above
+        groups = np.flatnonzero(self._words >= np.uint64(max(0, threshold)))
+        ids = (groups[:, None] * GROUP + _IN_GROUP).reshape(-1)
+        return ids[ids < self._vocab_size]
 
 
 def _mix64_array(values: np.ndarray, scratch: np.ndarray) -> None:
     """`mix64` of every element, in place."""
-    for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        np.right_shift(values, np.uint64(shift), out=scratch)
+    for shift, factor in ((_30, _MIX1), (_27, _MIX2)):
+        np.right_shift(values, shift, out=scratch)
         np.bitwise_xor(values, scratch, out=values)
         np.multiply(values, factor, out=values)
-    np.right_shift(values, np.uint64(31), out=scratch)
+    np.right_shift(values, _31, out=scratch)
     np.bitwise_xor(values, scratch, out=values)

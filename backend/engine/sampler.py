@@ -68,39 +68,39 @@ class Sampler:
     ) -> int:
         """The same winner as a race of the whole vocabulary, found without running it.
 
-        The likeliest tokens run first. One of the rest, each of probability at most `bound` (relative to the
-        likeliest), can only win with an exponential below `score * bound`; 16 bits of noise tell who might.
+        The likeliest tokens run first. The rest all lie at least `margin` nats below the likeliest, so one of
+        them can only win with an exponential below exp(best - margin / temperature); noise alone tells which.
         """
         floor = min_p_floor(peak, params)
-        margin, ids = head_ids(logits, peak)
-        bound = math.exp(-margin / params.temperature)
-        if len(ids) > _MAX_HEAD:  # a flat distribution: any of the rest is as likely as these
-            ids, bound = ids[:_MAX_HEAD], 1.0
-        if floor > -math.inf:
-            ids = ids[logits[ids] >= floor]
+        margin, ids = head_ids(logits, peak, floor)
+        if len(ids) > _MAX_HEAD:  # a flat distribution: any of the rest may be as likely as these
+            margin, ids = 0.0, ids[:_MAX_HEAD]
         scores = self._race(logits, peak, params.temperature, key, ids)
-        score = float(scores.min()) if len(ids) else math.inf
-        limit = -math.expm1(-score * bound)  # of the uniform variate
-        rest = np.flatnonzero(self._noise.coarse(key) <= int(limit * 65536))
+        first = int(scores.argmin())
+        if margin >= peak - floor:
+            return int(ids[first])
+        best = float(scores[first])
+        rest = self._noise.ids_below(key, math.exp(best - margin / params.temperature))
         rest = rest[logits[rest] >= floor]
-        rest_scores = self._race(logits, peak, params.temperature, key, rest)
-        if len(rest) and rest_scores.min() < score:
-            return int(rest[rest_scores.argmin()])
-        return int(ids[scores.argmin()])
+        if len(rest):
+            rest_scores = self._race(logits, peak, params.temperature, key, rest)
+            last = int(rest_scores.argmin())
+            if rest_scores[last] < best:
+                return int(rest[last])
+        return int(ids[first])
 
     def _race(
         self, logits: np.ndarray, peak: float, temperature: float, key: int, ids: np.ndarray
     ) -> np.ndarray:
-        """Finishing times of `ids` [n] -> [n]; the smallest wins. Infinite for probability 0."""
-        weights = np.exp((logits[ids].astype(np.float64) - peak) / temperature)
-        with np.errstate(divide="ignore", over="ignore"):
-            return self._noise.exponential(key, ids) / weights
+        """Logarithms of the finishing times of `ids` [n] -> [n] float64; the smallest wins."""
+        log_weights = (logits[ids].astype(np.float64) - peak) / temperature
+        return np.log(self._noise.exponential(key, ids)) - log_weights
 
 
-def head_ids(logits: np.ndarray, peak: float) -> tuple[float, np.ndarray]:
-    """A margin, and all ids within that many nats of the peak, in ascending order."""
+def head_ids(logits: np.ndarray, peak: float, floor: float = -math.inf) -> tuple[float, np.ndarray]:
+    """A margin, and all ids within that many nats of the peak and not below `floor`, in ascending order."""
     for margin in _HEAD_MARGINS:
-        ids = np.flatnonzero(logits >= peak - margin)
+        ids = np.flatnonzero(logits >= max(peak - margin, floor))
         if len(ids) <= _MAX_HEAD:
             break
     return margin, ids

@@ -143,24 +143,43 @@ def test_the_shortcut_finds_the_winner_of_the_whole_race(
     assert draw(logits, seed=seed, temperature=temperature, min_p=min_p).token_id == winner
 
 
-def test_coarse_noise_is_the_top_of_the_exact_noise():
-    noise = TokenNoise(1001)
-    coarse = noise.coarse(77).astype(np.float64)
-    uniform = -np.expm1(-noise.exponential(77, np.arange(1001)))
-    assert np.array_equal(np.floor(uniform * 65536), coarse)
+@pytest.mark.parametrize("limit", [0.0, 1e-4, 0.01, 0.3, 50.0])
+def test_every_token_with_noise_below_a_limit_is_named(limit: float):
+    noise, ids = TokenNoise(1001), np.arange(1001)
+    below = set(ids[noise.exponential(77, ids) < limit].tolist())
+    named = noise.ids_below(77, limit).tolist()
+    assert below <= set(named)
+    assert len(named) <= 20 * len(below) + 16
 
 
-def test_uniform_noise_is_uniform_over_tokens_and_positions():
+def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for():
+    noise, ids = TokenNoise(1001), np.array([5, 6, 500, 1000])
+    assert np.array_equal(noise.exponential(9, ids), noise.exponential(9, np.arange(1001))[ids])
+
+
+def test_noise_is_exponential_over_tokens_positions_and_seeds():
     noise = TokenNoise(4096)
-    over_tokens = noise.coarse(draw_key(1, 1)).astype(float) / 65536
-    over_positions = [int(noise.coarse(draw_key(1, p))[5]) / 65536 for p in range(2000)]
-    over_seeds = [int(noise.coarse(draw_key(s, 1))[5]) / 65536 for s in range(2000)]
+    over_tokens = noise.exponential(draw_key(1, 1), np.arange(4096))
+    one = np.array([5])
+    over_positions = np.array(
+        [noise.exponential(draw_key(1, position), one)[0] for position in range(2000)]
+    )
+    over_seeds = np.array([noise.exponential(draw_key(seed, 1), one)[0] for seed in range(2000)])
     for sample in (over_tokens, over_positions, over_seeds):
-        counts, _ = np.histogram(sample, bins=16, range=(0, 1))
+        counts, _ = np.histogram(np.exp(-sample), bins=16, range=(0, 1))
         expected = len(sample) / 16
         assert (
             (counts - expected) ** 2 / expected
         ).sum() < 37.7  # 15 degrees of freedom, p = 0.001
+
+
+def test_noise_of_neighbouring_tokens_is_independent():
+    noise = TokenNoise(64)
+    uniform = np.array(
+        [np.exp(-noise.exponential(draw_key(seed, 1), np.arange(18))) for seed in range(4000)]
+    )
+    correlation = np.corrcoef(uniform.T) - np.eye(18)
+    assert np.abs(correlation).max() < 0.065  # 4 standard errors
 
 
 def test_seed_and_position_fix_the_draw_and_vary_it():
