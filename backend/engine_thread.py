@@ -70,6 +70,9 @@ class EngineThread:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def add(self, rows: list[GenerationRequest], done: AddDone) -> None:
         """All rows or none. `done` hears None, or the refusal, on the engine's thread before the rows' first step."""
         self._commands.put(lambda: self._add(rows, done))

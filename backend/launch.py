@@ -105,7 +105,7 @@ def _progress(description: str) -> Iterator[Callable[[int, int | None], None]]:
         DownloadColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=Console(stderr=True))
     task = bar.add_task(description, total=None)
 
     def report(done: int, total: int | None) -> None:
