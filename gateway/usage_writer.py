@@ -47,7 +47,7 @@ class UsageWriter:
         self._waiting.append(row)
         if num_waiting == 0:
             self._some.set()
-        elif num_waiting >= self._batch_rows:
+        elif num_waiting + 1 >= self._batch_rows:
             self._enough.set()
 
     async def start(self) -> None:
@@ -65,7 +65,7 @@ class UsageWriter:
                     await self._write_batch()
         lost = len(self._batch) + len(self._waiting)
         if lost:
-            self._drop(lost)
+            self.dropped += lost
             log.error("usage: %d rows were lost at shutdown, the store did not take them", lost)
         self._waiting.clear()
         self._batch = []
@@ -95,9 +95,7 @@ class UsageWriter:
     async def _is_written(self) -> bool:
         try:
             await self._stream.append(self._number, self._batch)
-        except (
-            Exception
-        ) as exc:  # mostly StoreUnavailable; whatever it is, later rows must not be lost for it
+        except Exception as exc:  # no fault of any kind may end the writing
             if not self._store_lost:
                 log.warning("usage: rows wait for the store: %s: %s", type(exc).__name__, exc)
             self._store_lost = True
