@@ -46,20 +46,20 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 _GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
 _GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 
 
@@ -69,13 +69,13 @@ class GGUFCheckpoint:
         self.file = file
         embedding = file.tensor("token_embd.weight")
         self.config = config_from_gguf(file.metadata, embedding.shape[0], self.source)
-        self._names = _gguf_names(self.config.num_layers)
+        self._stored_as = {_hf_name(stored): stored for stored in file.tensors}
 
-    def names(self) -> list[str]:
-        return [name for name, stored in self._names.items() if stored in self.file.tensors]
+    def names(self) -> Iterable[str]:
+        return self._stored_as.keys()
 
     def weight(self, name: str) -> PackedWeight:
-        weight = self.file.tensor(self._names.get(name, name))
+        weight = self.file.tensor(self._stored_as.get(name, name))
         if name.endswith(".q_proj.weight"):
             return _unpermuted(weight, self.config.num_heads, self.source)
         if name.endswith(".k_proj.weight"):
@@ -83,12 +83,13 @@ class GGUFCheckpoint:
         return weight
 
 
-def _gguf_names(num_layers: int) -> dict[str, str]:
-    names = dict(_GGUF_TOP)
-    for layer in range(num_layers):
-        for hf, ggml in _GGUF_LAYER.items():
-            names[f"model.layers.{layer}.{hf}.weight"] = f"blk.{layer}.{ggml}.weight"
-    return names
+def _hf_name(stored: str) -> str:
+    """`blk.3.ffn_up.weight` is `model.layers.3.mlp.up_proj.weight`; what has no such name keeps its own."""
+    stem = stored.removesuffix(".weight")
+    if stem.startswith("blk.") and stem.count(".") == 2:
+        _, layer, part = stem.split(".")
+        return f"model.layers.{layer}.{_GGUF_LAYER.get(part, part)}.weight"
+    return f"{_GGUF_TOP[stem]}.weight" if stem in _GGUF_TOP else stored
 
 
 def _unpermuted(weight: PackedWeight, num_heads: int, source: str) -> PackedWeight:

@@ -68,6 +68,8 @@ class ModelConfig:
         for name, value in sizes.items():
             if not 1 <= value <= 1 << 24:
                 return f"the {name} is {value}"
+        if self.num_layers > 1024 or self.head_dim > 1 << 16:
+            return f"{self.num_layers} layers with heads of {self.head_dim} are no model"
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly"
         if self.head_dim % 2:

@@ -38,16 +38,22 @@ def _llama3_bands(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin of every position, `[max_position, head_dim / 2]`, grown on demand."""
+    """cos and sin of every position met so far; grows by doubling, for few contexts come near the model's limit."""
 
-    def __init__(self, inv_freq: Tensor, max_position: int, dtype: torch.dtype) -> None:
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(dtype)
-        self._sin = angles.sin().to(dtype)
+    def __init__(self, inv_freq: Tensor, dtype: torch.dtype) -> None:
+        self._inv_freq, self._dtype = inv_freq, dtype
+        self._grow(1024)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos [T, 1, head_dim], sin [T, 1, head_dim / 2]."""
+    def at(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """positions [T], all below `longest` -> cos [T, 1, head_dim], sin [T, 1, head_dim / 2]."""
+        if longest > self._cos.shape[0]:
+            self._grow(1 << (longest - 1).bit_length())
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+    def _grow(self, num_positions: int) -> None:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), self._inv_freq)
+        self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(self._dtype)
+        self._sin = angles.sin().to(self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Llama:
         self._layers = [_Layer(layer, dtype, quantization) for layer in weights.layers]
         self._norm = weights.norm
         self._lm_head: Linear = make_linear([weights.lm_head], dtype, quantization)
-        self._rotary = RotaryTable(weights.inv_freq, config.max_position, dtype)
+        self._rotary = RotaryTable(weights.inv_freq, dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         row = self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
@@ -147,7 +147,7 @@ class Llama:
         plan = plan_attention(
             batch.query_start, batch.context_lens, batch.block_tables, kv.block_size, self.dtype
         )
-        cos, sin = self._rotary.at(batch.positions)
+        cos, sin = self._rotary.at(batch.positions, max(batch.context_lens))
         eps = self.config.rms_norm_eps
         x = self._embedding.index_select(0, batch.token_ids)
         for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):

@@ -1,0 +1,17 @@
+"""Where the tests of real models find them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backend.models.demo import fetch_demo_model
+
+DATA_DIR = Path(__file__).resolve().parents[2] / "data"
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """The demo model of this checkout's data directory, fetched the first time."""
+    return fetch_demo_model(DATA_DIR)
