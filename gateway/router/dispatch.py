@@ -87,8 +87,8 @@ class Dispatcher:
                 if not flowing:
                     raise UpstreamUnavailable(f"{target.settings.name}: the answer was empty")
             except GatewayError as error:
-                if isinstance(error, UpstreamError) and error.retryable:
-                    target.breaker.failed()
+                if isinstance(error, UpstreamError) and error.retryable and target.provider.ready():
+                    target.breaker.failed()  # one that is not ready says so itself
                 raise
 
     def _backoff_s(self, attempt: int, error: GatewayError) -> float:

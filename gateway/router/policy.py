@@ -9,13 +9,15 @@ from plugins.errors import Overloaded
 
 
 def choose(route: Route) -> Iterator[Target]:
-    """Policy "ordered": the first that works. Targets whose breaker is open are passed over.
+    """Policy "ordered": the first that works. Passed over are targets whose breaker is open, and those whose provider
+    says that it is not ready while another is.
 
     Raises:
         Overloaded: every breaker is open; Retry-After says when the first may close.
     """
+    ready = [target for target in route.targets if target.provider.ready()]
     tried = False
-    for target in route.targets:
+    for target in ready or route.targets:
         if target.breaker.allows():
             tried = True
             yield target

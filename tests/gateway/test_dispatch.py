@@ -207,3 +207,21 @@ async def test_attempts_are_numbered_from_one() -> None:
     with pytest.raises(GatewayError):
         await Scene(provider, retries=1).run()
     assert [call.attempt for _, call in provider.calls] == [1, 2]
+
+
+async def test_a_provider_that_is_not_ready_is_passed_over_while_another_is() -> None:
+    down, up = ScriptedProvider("one", [answer("one")]), ScriptedProvider("two", [answer("two")])
+    scene = Scene(down, up)
+    down.is_ready = False
+    assert _text(await scene.run()) == "two"
+    up.is_ready = False
+    assert _text(await scene.run()) == "one"  # nobody is: the order holds, and its error is shown
+
+
+async def test_failures_while_not_ready_do_not_open_the_breaker() -> None:
+    provider = ScriptedProvider("one", [UpstreamUnavailable("starting", status=503)])
+    provider.is_ready = False
+    scene = Scene(provider, failures=1)
+    for _ in range(2):
+        with pytest.raises(UpstreamUnavailable):
+            await scene.run()
