@@ -115,7 +115,8 @@ def _progress(description: str) -> Iterator[Callable[[int, int | None], None]]:
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _path_faults(path: str) -> list[str]:

@@ -1,0 +1,124 @@
+"""The whole engine side with the real demo model: worker process, socket, provider."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import anyio
+import pytest
+
+from backend.client import EngineProvider
+from backend.connection import Replica
+from backend.options import EngineOptions, WorkerSettings
+from backend.protocol import encode_frame
+from plugins.errors import ContextLengthExceeded
+from plugins.events import Finished, Message, Request, Sampling, Text, TextDelta, Usage
+from plugins.interfaces import Call, Timeout
+from tests.backend.worker_process import WorkerProcess
+
+pytestmark = [pytest.mark.anyio, pytest.mark.model]
+NUM_STREAMS = 32
+NUM_BLOCKS = 36  # far too few for all of them at once
+
+
+@pytest.fixture(scope="module")
+def worker(
+    demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    run_dir = tmp_path_factory.mktemp("w")
+    settings = WorkerSettings(
+        "local/0",
+        str(run_dir / "engine-local-0.sock"),
+        str(demo_model_path),
+        str(run_dir),
+        threads=2,
+        options=EngineOptions(dtype="float32", num_blocks=NUM_BLOCKS, max_model_len=512),
+    )
+    process = WorkerProcess(
+        run_dir,
+        argv=(sys.executable, "-m", "backend.worker"),
+        stdin=bytes(encode_frame(settings)),
+    )
+    process.wait_ready()
+    yield process
+    process.kill()
+
+
+class Connected:
+    """The provider, connected for the length of one test."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.provider = EngineProvider("local", [Replica("local/0", worker.socket_path)], Timeout())
+
+    async def __aenter__(self) -> EngineProvider:
+        await self.provider.start()
+        with anyio.fail_after(30):
+            while not self.provider.ready():
+                await anyio.sleep(0.01)
+        return self.provider
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.provider.aclose()
+
+
+def greedy(i: int) -> Request:
+    """Prompts and answers of different lengths."""
+    text = f"Tell me about the number {i}. " + "Be brief. " * (i % 7)
+    sampling = Sampling(temperature=0.0, max_tokens=3 + i // 2, ignore_eos=True)
+    return Request("r", "chat", "m", messages=[Message("user", [Text(text)])], sampling=sampling)
+
+
+async def answer(provider: EngineProvider, request: Request) -> str:
+    text = ""
+    async with aclosing(provider.stream(request, Call("m"))) as batches:
+        async for batch in batches:
+            text += "".join(event.text for event in batch if isinstance(event, TextDelta))
+    return text
+
+
+async def test_many_streams_at_once_say_what_each_says_alone(worker: WorkerProcess) -> None:
+    async with Connected(worker) as provider:
+        alone = [await answer(provider, greedy(i)) for i in range(NUM_STREAMS)]
+        together = [""] * NUM_STREAMS
+
+        async def one(i: int) -> None:
+            together[i] = await answer(provider, greedy(i))
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(NUM_STREAMS):
+                tasks.start_soon(one, i)
+        assert together == alone
+        with anyio.fail_after(30):
+            while provider.stats()["requests_running"]:
+                await anyio.sleep(0.01)
+        stats = provider.stats()
+        assert stats["kv_blocks_free"] == stats["kv_blocks"] == NUM_BLOCKS
+
+
+async def test_the_demo_model_knows_the_capital_of_france(worker: WorkerProcess) -> None:
+    question = Message("user", [Text("What is the capital of France?")])
+    request = Request("r", "chat", "m", messages=[question], sampling=Sampling(temperature=0.0))
+    events = []
+    async with (
+        Connected(worker) as provider,
+        aclosing(provider.stream(request, Call("m"))) as batches,
+    ):
+        async for batch in batches:
+            events += batch
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == (
+        "The capital of France is Paris."
+    )
+    assert events[-2] == Finished("stop", 0)
+    assert isinstance(events[-1], Usage)
+    assert (events[-1].prompt_tokens, events[-1].completion_tokens) == (37, 8)
+
+
+async def test_a_long_prompt_is_refused_with_the_numbers(worker: WorkerProcess) -> None:
+    message = Message("user", [Text("word " * 600)])
+    request = Request("r", "chat", "m", messages=[message])
+    async with Connected(worker) as provider:
+        with pytest.raises(ContextLengthExceeded, match=r"512 tokens.*resulted in 6\d\d tokens"):
+            await answer(provider, request)
