@@ -85,14 +85,14 @@ class Child:
                 process.stdin.write(frame)
                 await process.stdin.drain()
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, close_input: bool = True) -> None:
         """SIGTERM and the end of its input, then SIGKILL after `grace_s`."""
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
         self.signal(signal.SIGTERM)
-        if process.stdin is not None:
+        if process.stdin is not None and close_input:
             process.stdin.close()
         try:
             await asyncio.wait_for(process.wait(), grace_s)

@@ -18,6 +18,7 @@ from gateway.config_schema import (
     PriceConfig,
     ServerConfig,
     StoreConfig,
+    TelemetryConfig,
 )
 from plugins.interfaces import ProviderSettings
 from plugins.manager import Parts, PluginFault, collect_parts
@@ -81,6 +82,9 @@ def _check_server(tables: Mapping[str, Any], reader: Reader, faults: Faults) -> 
     for at, store in reader.rows(StoreConfig):
         if store.url and urlsplit(store.url).scheme not in ("redis", "rediss", "unix"):
             faults.add((*at, "url"), "must begin with redis://, rediss:// or unix://")
+    for at, telemetry in reader.rows(TelemetryConfig):
+        if telemetry.otlp_endpoint:
+            faults.add((*at, "otlp_endpoint"), "is not built yet; leave it out")
 
 
 def is_loopback(host: str) -> bool:

@@ -18,13 +18,14 @@ from starlette.applications import Starlette
 
 from gateway.config import Config, ConfigFaults
 from gateway.control import OrderReader, WorkerOrder, read_first_order
+from gateway.listeners import BACKLOG
+from gateway.logs import configure_logging
 from plugins.errors import GatewayError
 from plugins.interfaces import Runtime
 
 log = logging.getLogger("tidegate")
 STDIN = 0
 KEEP_ALIVE_S = 75
-BACKLOG = 2048
 EXIT_FAULT = 2
 
 MakeApp = Callable[[Config, Runtime, str], Starlette]
@@ -107,7 +108,6 @@ def main() -> int:
     if order is None:
         return 0
     from gateway.app import create_app  # noqa: PLC0415  after the order: a worker without one ends quickly
-    from gateway.telemetry import configure_logging  # noqa: PLC0415
 
     configure_logging(order.config.parse().telemetry)
     return run_worker(order, create_app)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.child import Child
-from gateway.config import Config, ConfigFaults
+from gateway.config import Config, ConfigFaults, read_text
 from gateway.control import ConfigSource, WorkerOrder, encode_frame
 from gateway.directories import DirectoryFault, lock_data_dir, make_run_dir
 from gateway.listeners import ListenFault, open_listeners
+from gateway.logs import configure_logging
 from gateway.ready_poll import wait_until_ready
 from gateway.store_keeper import StoreKeeper, StoreServer
 from plugins.errors import GatewayError
@@ -141,13 +142,12 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         """Workers first, so that running requests end while engine and store still answer."""
-        listeners = [(sock, sock.fileno()) for sock in self._start.listeners]
-        for sock, _ in listeners:
-            sock.close()
+        for listener in self._start.listeners:
+            listener.close()
         grace_s = self._config.server.shutdown_grace_s + WORKER_MARGIN_S
         if not self._announced:
             grace_s = WORKER_MARGIN_S
-        await asyncio.gather(*(worker.stop(grace_s) for worker in self._workers))
+        await asyncio.gather(*(worker.stop(grace_s, close_input=False) for worker in self._workers))
         await asyncio.gather(*(process.stop(PROCESS_STOP_S) for process in self._processes))
         if self._store is not None:
             await self._store.stop()
@@ -191,8 +191,6 @@ class Supervisor:
 
 def reread(source: ConfigSource) -> ConfigSource:
     """The same file as it is now. Raises ConfigFaults, also where there never was a file."""
-    from gateway.config import read_text  # noqa: PLC0415
-
     return ConfigSource(read_text(Path(source.path)), source.path, source.overrides)
 
 
@@ -204,8 +202,6 @@ def changed_sections(old: Config, new: Config) -> set[str]:
 
 def run_supervisor(source: ConfigSource, config: Config, announce: Callable[[int], None]) -> int:
     """All of `tidegate serve` after the config was read. Returns the exit code; faults are on stderr."""
-    from gateway.telemetry import configure_logging  # noqa: PLC0415  imports opentelemetry
-
     configure_logging(config.telemetry)
     try:
         start = prepare_start(source, config)

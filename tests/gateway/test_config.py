@@ -284,6 +284,10 @@ UNBUILT = [
         "policy = 'slo'\nslo = { ttft_ms = 300 }",
         'models[0].policy: "slo" is not built yet; use "ordered"',
     ),
+    (
+        "[telemetry]\notlp_endpoint = 'http://h'",
+        "telemetry.otlp_endpoint: is not built yet; leave it out",
+    ),
     ("cache = { mode = 'exact' }", 'models[0].cache.mode: "exact" is not built yet; use "off"'),
     (
         "[[auth.keys]]\nname = 'a'\nkey = 'k'\nlimits = { budget_usd = 3.5 }",
