@@ -40,6 +40,7 @@ class EmbeddedStore:
         self._socket_path = self._run_dir / "store.sock"
         self._owner_fd: int | None = None
         self._process: Process | None = None
+        self._log_start = 0  # where the log of this start begins
 
     @property
     def url(self) -> str:
@@ -153,8 +154,10 @@ class EmbeddedStore:
         return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
     def _trim_log(self) -> None:
-        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
+        self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
+        if self._log_start > MAX_LOG_BYTES:
             self._log_path.unlink()
+            self._log_start = 0
 
     async def _wait_until_it_answers(self) -> None:
         """However long it takes to load its file: as long as the process lives there is hope."""
@@ -168,9 +171,11 @@ class EmbeddedStore:
         await connection.close()
 
     def _last_log_line(self) -> str:
-        lines = self._log_path.read_text(errors="replace").split("\n")
-        said = [line for line in lines if line.strip()]
-        return said[-1].split(" # ")[-1] if said else f"nothing in {self._log_path}"
+        log_text = self._log_path.read_bytes()[self._log_start :].decode(errors="replace")
+        said = [line for line in log_text.split("\n") if line.strip()]
+        if not said:
+            return f"it could not even write to {self._log_path}; is the disk full?"
+        return said[-1].split(" # ")[-1]
 
     async def _dismiss_orphan(self, lock_fd: int) -> None:
         """Ask the server that a killed supervisor left behind to end, and wait for its lock."""

@@ -6,7 +6,7 @@ What one script touches shares a hash tag, the part in braces, so that a cluster
 from __future__ import annotations
 
 USAGE_ROWS = "{usage}:rows"  # stream: one usage row an entry
-USAGE_MAX_ROWS = 1_000_000  # about; the oldest go first
+USAGE_MAX_ROWS = 500_000  # about, 500 bytes each; the oldest go first
 USAGE_CURSOR_TTL_S = (
     86_400  # how long a batch of usage rows may wait for its retry and still be written once
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -35,22 +36,31 @@ class Store:
         timeout_ms: float,
         key_prefix: str = "tidegate:",
         max_probe_interval_s: float = 1.0,
+        heartbeat_s: float = 5.0,
     ) -> None:
         self.timeout_ms = timeout_ms
         self.healthy = False  # whether the latest exchange went well
         self._key_prefix = key_prefix
         self._max_probe_interval_s = max_probe_interval_s
+        self._heartbeat_s = heartbeat_s
         self._connection = Connection(url)
         self._breaker = Breaker()
         self._waiting: list[_Call] = []
         self._waiting_since_s = 0.0
         self._sender: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
+        self._heart: asyncio.Task[None] | None = None
         self._sources: dict[str, str] = {}  # of the scripts run so far, by SHA
         self._closed = False
 
     def key(self, name: str) -> str:
         return self._key_prefix + name
+
+    async def start(self) -> None:
+        """Connect now, and keep `healthy` true to life while nobody calls. Optional; does not fail with the server."""
+        await self._beat()
+        if self._heart is None:
+            self._heart = asyncio.create_task(self._keep_beating())
 
     async def call(self, *command: Encodable) -> Any:
         """Run one command.
@@ -86,12 +96,21 @@ class Store:
     async def aclose(self) -> None:
         """Calls still waiting fail."""
         self._closed = True
-        for task in (self._sender, self._prober):
+        for task in (self._heart, self._sender, self._prober):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
         _fail(self._take_waiting(), "the store client is closed")
         await self._connection.close()
+
+    async def _beat(self) -> None:
+        with suppress(StoreUnavailable):
+            await self.ping()
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await self._beat()
 
     async def _send_waiting(self) -> None:
         try:

@@ -197,6 +197,16 @@ async def test_a_data_directory_that_cannot_be_made_is_named_in_one_line(
         await EmbeddedStore(tmp_path / "file", run_dir).start()
 
 
+async def test_a_server_that_says_nothing_at_start_is_not_given_the_words_of_an_earlier_one(
+    server: EmbeddedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.start()
+    await server.stop()
+    monkeypatch.setattr(embedded, "find_server_binary", lambda: Path(shutil.which("false") or ""))
+    with pytest.raises(StoreUnavailable, match=r"could not even write to .*; is the disk full?"):
+        await server.start()
+
+
 async def test_a_server_that_ends_at_start_says_why_in_one_line(
     server: EmbeddedStore, tmp_path: Path
 ) -> None:

@@ -251,6 +251,26 @@ async def test_a_server_that_is_gone_opens_the_breaker_and_comes_back(
     await recovered(hurried)
 
 
+async def test_a_server_that_goes_is_noticed_while_nobody_calls(server: EmbeddedStore) -> None:
+    store = Store(server.url, timeout_ms=AMPLE_MS, heartbeat_s=0.01, max_probe_interval_s=0.01)
+    await store.start()
+    assert store.healthy
+    await server.stop()
+    with anyio.fail_after(10):
+        while store.healthy:
+            await asyncio.sleep(0.01)
+    await server.start()
+    await recovered(store)
+    await store.aclose()
+
+
+async def test_starting_without_a_server_is_no_failure() -> None:
+    store = Store("unix:///nowhere", timeout_ms=AMPLE_MS)
+    await store.start()
+    assert not store.healthy
+    await store.aclose()
+
+
 async def test_closing_fails_the_calls_that_still_wait(server: EmbeddedStore, frozen: int) -> None:
     store = Store(server.url, timeout_ms=AMPLE_MS)
     waiting = asyncio.create_task(store.ping())
