@@ -199,6 +199,27 @@ def test_random_arrivals_and_aborts_leak_nothing_and_change_no_text(data: st.Dat
             assert texts({"": out}) == texts({"": expected[request_id]})
 
 
+class WatchedModel(ToyModel):
+    """Keeps the block tables of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_tables: list[list[list[int]]] = []
+
+    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        self.block_tables.append(batch.block_tables.tolist())
+        return super().forward(batch, kv)
+
+
+def test_block_tables_are_padded_with_zero_even_in_a_used_slot():
+    model = WatchedModel()
+    engine = new_engine(model, max_num_seqs=2)
+    run(engine, request("a", [1] * 40), request("b", [2] * 40))
+    run(engine, request("short", [3], max_tokens=1), request("long", [4] * 20, max_tokens=1))
+    (short, _) = model.block_tables[-1]
+    assert short[1:] == [0] * 4
+
+
 # Lengths
 
 
@@ -513,15 +534,22 @@ def test_logits_that_are_not_numbers_end_that_request_alone():
     )
 
 
-def test_blocks_that_held_nan_are_neither_found_nor_inherited():
+def test_blocks_that_held_nan_are_not_inherited():
     engine = new_engine(FaultyModel(poison=63), num_blocks=4)
     assert run(engine, request("bad", [63] * 9, max_tokens=1))["bad"].finish_reason == "error"
-    again = run(engine, request("again", [1, 2, 3, 4, 5], max_tokens=8))["again"]
-    assert again.finish_reason == "length"
     assert (
-        run(engine, request("bad again", [63] * 9, max_tokens=1))["bad again"].num_cached_tokens
-        == 0
+        run(engine, request("next", [1, 2, 3, 4, 5], max_tokens=8))["next"].finish_reason
+        == "length"
     )
+
+
+def test_blocks_that_held_nan_are_not_found_again():
+    engine = new_engine(
+        FaultyModel(poison=63), max_num_batched_tokens=4
+    )  # published before the logits are seen
+    for name in ("bad", "bad again"):
+        out = run(engine, request(name, [63] * 9, max_tokens=1))[name]
+        assert (out.finish_reason, out.num_cached_tokens) == ("error", 0)
 
 
 def test_only_the_model_sees_a_padded_vocabulary():

@@ -171,14 +171,25 @@ def test_a_batch_request_is_preempted_before_an_older_standard_one():
 
 
 def test_a_step_that_preempted_admits_nobody():
-    steps = Steps(num_blocks=4)
+    steps = Steps(num_blocks=6)
     steps.add("a", 8)
-    b = steps.add("b", 4)
+    b = steps.add("b", 12)
     steps.step()
     steps.add("tiny", 1)
-    assert b.status is Status.RUNNING
-    assert steps.step() == {"a": 1}
+    assert steps.step() == {"a": 1}  # `b` gave up three blocks, and `tiny` would fit
     assert b.status is Status.WAITING
+    assert "tiny" in steps.step()
+
+
+def test_a_preempted_request_resumes_before_one_that_it_had_passed():
+    steps = Steps(num_blocks=8)
+    steps.add("a", 16)
+    steps.step()
+    steps.add("huge", 28)
+    small = steps.add("small", 2)
+    steps.step()
+    steps.scheduler._preempt(small)
+    assert [request.request_id for request in steps.scheduler.waiting] == ["small", "huge"]
 
 
 def test_a_preempted_request_recomputes_prompt_and_output_but_keeps_the_border():
@@ -219,6 +230,21 @@ def test_a_small_request_passes_one_that_waits_for_blocks():
     steps.add("huge", 28)
     steps.add("small", 2)
     assert steps.step() == {"a": 1, "small": 2}
+
+
+def test_a_small_request_of_a_worse_class_does_not_pass_one_that_waits_for_blocks():
+    steps = Steps(num_blocks=8)
+    steps.add("a", 16)
+    steps.step()
+    steps.add("huge", 28)
+    steps.add("small", 2, RequestClass.BATCH)
+    assert steps.step() == {"a": 1}
+
+
+def test_an_idle_pool_takes_a_request_that_needs_all_of_it():
+    steps = Steps(num_blocks=4)
+    steps.add("a", 16)
+    assert steps.step() == {"a": 16}
 
 
 def test_a_request_that_waits_for_blocks_is_passed_only_so_often():
