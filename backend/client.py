@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from backend import launch
 from backend.answer import Answer
-from backend.connection import Mailbox, Replica
+from backend.connection import Mailbox, Replica, Reply
 from backend.options import parse_options
 from backend.protocol import Generate
 from backend.request import to_generate
@@ -89,36 +89,33 @@ class EngineProvider:
         assert replica.ready is not None
         answer = Answer(request, call.upstream_model, replica.ready)
         mailbox = replica.open(generate, _cost_tokens(generate))
+        started_s = asyncio.get_running_loop().time()
         try:
-            async for events in self._events(mailbox, answer):
-                yield events
+            while not answer.done:
+                if events := answer.read(await self._next(mailbox, answer, started_s)):
+                    yield events
         finally:
             replica.close(mailbox, abort=not answer.done)
 
-    async def _events(self, mailbox: Mailbox, answer: Answer) -> AsyncGenerator[list[Event], None]:
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        while not answer.done:
-            deadline_s, what = self._deadline(started_s, answer, clock)
-            try:
-                replies = await mailbox.get(deadline_s)
-            except TimeoutError:
-                raise UpstreamTimeout(f"the engine {self.name} {what}") from None
-            if not replies:
-                raise UpstreamUnavailable(f"the engine {self.name} stopped during the answer")
-            if events := answer.read(replies):
-                yield events
+    async def _next(self, mailbox: Mailbox, answer: Answer, started_s: float) -> list[Reply]:
+        deadline_s, what = self._deadline(started_s, answer)
+        try:
+            replies = await mailbox.get(deadline_s)
+        except TimeoutError:
+            raise UpstreamTimeout(f"the engine {self.name} {what}") from None
+        if not replies:
+            raise UpstreamUnavailable(f"the engine {self.name} stopped during the answer")
+        return replies
 
-    def _deadline(
-        self, started_s: float, answer: Answer, clock: Callable[[], float]
-    ) -> tuple[float, str]:
+    def _deadline(self, started_s: float, answer: Answer) -> tuple[float, str]:
         """When the next message must be there, and what it means when it is not."""
         timeout = self._timeout
         total = started_s + timeout.total_s, f"took more than {timeout.total_s:g} s"
         if not answer.has_content:
             text = f"gave no content within {timeout.first_token_s:g} s"
             return min((started_s + timeout.first_token_s, text), total)
-        return min((clock() + timeout.idle_s, f"was silent for {timeout.idle_s:g} s"), total)
+        now_s = asyncio.get_running_loop().time()
+        return min((now_s + timeout.idle_s, f"was silent for {timeout.idle_s:g} s"), total)
 
     def _choose(self) -> Replica:
         up = [replica for replica in self._replicas if replica.ready is not None]

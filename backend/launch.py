@@ -61,12 +61,11 @@ def worker_processes(settings: ProviderSettings, runtime: Runtime) -> list[Proce
     """One worker a replica; the CPUs are shared out evenly unless `threads` says otherwise."""
     options = parse_options(settings.engine)
     threads = options.threads or max(1, _num_cpus() // options.replicas)
-    env = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": _python_path()}
     return [
         ProcessSpec(
             name=f"engine {settings.name}/{i}",
-            argv=(sys.executable, "-P", "-m", "backend.worker"),
-            env=env,
+            argv=(sys.executable, "-m", "backend.worker"),
+            env={"OMP_NUM_THREADS": str(threads)},
             stdin=bytes(encode_frame(_worker_settings(settings, runtime, i, threads))),
         )
         for i in range(options.replicas)
@@ -140,13 +139,6 @@ def _path_faults(path: str) -> list[str]:
             return [] if opened.read(4) == b"GGUF" else [f"path: {path}: not a GGUF file"]
     except OSError as exc:
         return [f"path: {path}: cannot be read ({exc.strerror})"]
-
-
-def _python_path() -> str:
-    """The worker imports the very code that this process runs, and nothing that happens to lie in its folder."""
-    own = str(Path(__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return own if not inherited else os.pathsep.join((own, inherited))
 
 
 def _num_cpus() -> int:

@@ -21,6 +21,7 @@ from plugins.events import (
     ToolResult,
 )
 
+MAX_CHOICES = 128
 # Top-level fields that change what is generated, and that we cannot honour yet. Others we do not know are harmless.
 _TEMPLATE_ARGUMENTS = frozenset(
     ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -42,7 +43,7 @@ _REFUSED_FIELDS = (
 
 def to_generate(request: Request) -> Generate:
     """Raises InvalidRequest or Unsupported, with `param`."""
-    _refuse_unbuilt(request)
+    _refuse(request)
     sampling = request.sampling
     generate = Generate(
         0,  # set by the connection it goes out on
@@ -178,8 +179,10 @@ def _refuse_media(message: Message, index: int) -> None:
                 raise InvalidRequest(text.replace("an file", "a file"), param=param)
 
 
-def _refuse_unbuilt(request: Request) -> None:
+def _refuse(request: Request) -> None:
     sampling, form, choice = request.sampling, request.response_format, request.tool_choice
+    if not 1 <= sampling.n <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {sampling.n}", param="n")
     if form is not None and form.kind != "text":
         raise _unsupported("response_format", f"type {form.kind} is not built yet; use text")
     if choice is not None and _must_call(choice.mode, choice.allowed_mode):

@@ -10,7 +10,9 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -63,6 +65,8 @@ class WorkerServer:
         self.reader = reader
         self.ready = ready
         self.engine_thread = EngineThread(engine, self)
+        # One at a time: a crowd of long prompts must not take the engine's processors.
+        self.long_prompts = ThreadPoolExecutor(1, "long-prompts")
         self._loop = asyncio.get_running_loop()
         self._sessions: set[Session] = set()
         self._choices: dict[str, Choice] = {}
@@ -77,6 +81,7 @@ class WorkerServer:
         for session in list(self._sessions):
             session.close()
         self.engine_thread.stop()
+        self.long_prompts.shutdown(wait=False, cancel_futures=True)
 
     # -- from the engine's thread ------------------------------------------------------------------------------------
 
@@ -240,9 +245,15 @@ class Session(asyncio.Protocol):
             self._admit(request, _read(self._server.reader, message))
             return
         reading = asyncio.get_running_loop().run_in_executor(
-            None, _read, self._server.reader, message
+            self._server.long_prompts, _read, self._server.reader, message
         )
-        reading.add_done_callback(lambda done: self._admit(request, done.result()))
+        reading.add_done_callback(partial(self._long_prompt_read, request))
+
+    def _long_prompt_read(
+        self, request: LiveRequest, reading: asyncio.Future[list[Prompt] | Rejected]
+    ) -> None:
+        if not reading.cancelled():
+            self._admit(request, reading.result())
 
     def _admit(self, request: LiveRequest, prompts: list[Prompt] | Rejected) -> None:
         if not self.owns(request):

@@ -129,7 +129,7 @@ def test_the_worker_learns_path_template_and_options(runtime: Runtime) -> None:
     settings = worker_settings(spec)
     assert (settings.model_path, settings.template) == ("/m.gguf", "/t.jinja")
     assert settings.options == EngineOptions(dtype="float32")
-    assert spec.argv == (sys.executable, "-P", "-m", "backend.worker")
+    assert spec.argv == (sys.executable, "-m", "backend.worker")
 
 
 @pytest.mark.parametrize("name", ["a" * 200, "two words", "\u00fcber", "../up"])

@@ -223,3 +223,10 @@ def test_extra_fields_of_the_wrong_form_are_refused(extra: dict[str, Any], param
 def test_a_chat_without_messages_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at least one message"):
         to_generate(Request("r", "chat", "m"))
+
+
+@pytest.mark.parametrize("n", [0, -1, 129])
+def test_a_number_of_choices_out_of_range_is_refused(n: int) -> None:
+    with pytest.raises(InvalidRequest, match="n must be between 1 and 128") as refused:
+        to_generate(chat(sampling=Sampling(n=n)))
+    assert refused.value.param == "n"
