@@ -20,7 +20,9 @@ from cache.scripts import Script
 from plugins.errors import StoreUnavailable
 
 log = logging.getLogger("tidegate")
-FIRST_PROBE_S = 0.1  # doubled after each failed probe
+FIRST_PROBE_S = (
+    0.1  # doubled after each probe until a real call goes well: a ping may be all that works
+)
 _Call = tuple[Command, asyncio.Future[Any]]
 
 
@@ -42,6 +44,7 @@ class Store:
         self.healthy = False  # whether the latest exchange went well
         self._key_prefix = key_prefix
         self._max_probe_interval_s = max_probe_interval_s
+        self._probe_interval_s = FIRST_PROBE_S
         self._heartbeat_s = heartbeat_s
         self._connection = Connection(url)
         self._breaker = Breaker()
@@ -138,6 +141,7 @@ class Store:
             raise
         else:
             self._succeeded()
+            self._probe_interval_s = FIRST_PROBE_S
             _deliver(calls, replies)
 
     async def _exchange(self, commands: list[Command]) -> list[Any]:
@@ -171,10 +175,9 @@ class Store:
 
     async def _probe(self) -> None:
         """Ask until the store answers. Runs only while the breaker keeps everybody else off the connection."""
-        interval_s = min(FIRST_PROBE_S, self._max_probe_interval_s)
         while self._breaker.is_open:
-            await asyncio.sleep(interval_s)
-            interval_s = min(2 * interval_s, self._max_probe_interval_s)
+            await asyncio.sleep(min(self._probe_interval_s, self._max_probe_interval_s))
+            self._probe_interval_s = min(2 * self._probe_interval_s, self._max_probe_interval_s)
             if await answers(self._connection, self.timeout_ms / 1000):
                 self._succeeded()
                 log.warning("store: answers again")
