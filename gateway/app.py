@@ -88,6 +88,7 @@ class Gateway:
         if names != set(self.providers) or config.server != self._config.server:
             log.warning("reload: changes of [server] and [[providers]] need a restart")
         self._load_routes(replace_providers(config, set(self.providers)))
+        self.telemetry.set_models([model.name for model in config.models])
         authenticator = Authenticator(config.auth)
         for endpoint in (self.models, *self.inference.values()):
             endpoint.authenticator = authenticator

@@ -27,11 +27,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from cache.store import Store
 from gateway.accounting import Accounting
-from gateway.logs import configure_logging
 from gateway.metrics import Buckets, Labels, RequestCounts
 from plugins.interfaces import Provider, UsageRecord
 
-__all__ = ["Telemetry", "configure_logging"]
 log = logging.getLogger("tidegate")
 MAX_PROVIDER_GAUGES = 200
 

@@ -211,7 +211,7 @@ class ToolCallDelta(Struct, frozen=True, tag_field="event", tag="tool_call"):
     signature: str | None = None
 
 
-class Usage(Struct, frozen=True, tag_field="event", tag="usage"):
+class Usage(Struct, frozen=True, omit_defaults=True, tag_field="event", tag="usage"):
     """Token counts, normalised once: `prompt_tokens` include cached ones, `completion_tokens` reasoning."""
 
     prompt_tokens: int = 0

@@ -206,7 +206,7 @@ TransformFactory = Callable[[Request, Context], StreamTransform | None]
 # -- After the answer ------------------------------------------------------------------------------------------------
 
 
-class UsageRecord(Struct, frozen=True):
+class UsageRecord(Struct, frozen=True, omit_defaults=True):
     """One row per request, on every way out. Times are milliseconds; None = did not come to that."""
 
     request_id: str
