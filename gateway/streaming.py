@@ -31,33 +31,26 @@ def write_event(buffer: bytearray, payload: object, event: str | None = None) ->
 
 
 class Choices:
-    """Which choices of an answer have begun and which have ended; nothing may follow an end."""
+    """Which choices of an answer are open and which have ended; nothing may follow an end."""
 
-    __slots__ = ("_begun", "_ended")
+    __slots__ = ("_ended", "open")
 
     def __init__(self) -> None:
-        self._begun: set[int] = set()
+        self.open: set[int] = set()
         self._ended: set[int] = set()
 
     def begin(self, choice: int) -> bool:
-        """True for the first event of a choice: its first chunk must be written now."""
-        if choice in self._begun:
+        """True where the choice is new: its first chunk must be written now."""
+        if choice in self.open or choice in self._ended:
             return False
-        self._begun.add(choice)
+        self.open.add(choice)
         return True
 
-    def end(self, choice: int) -> bool:
-        """False where the choice has ended before."""
-        if choice in self._ended:
-            return False
-        self._begun.add(choice)
+    def end(self, choice: int) -> None:
+        self.open.discard(choice)
         self._ended.add(choice)
-        return True
-
-    def has_ended(self, choice: int) -> bool:
-        return choice in self._ended
 
     @property
     def all_ended(self) -> bool:
-        """True once at least one choice began and every one that began has ended."""
-        return bool(self._begun) and self._begun == self._ended
+        """True once at least one choice has ended and none is open."""
+        return bool(self._ended) and not self.open

@@ -66,7 +66,8 @@ class ChatCollector(OpenAICollector[_Message]):
     def _add_content(self, choice: _Message, event: Event) -> None:
         if isinstance(event, TextDelta):
             choice.text.append(event.text)
-            choice.logprobs += logprob_answers(event.logprobs)
+            if event.logprobs:
+                choice.logprobs += logprob_answers(event.logprobs)
         elif isinstance(event, ReasoningDelta):
             _add_reasoning(choice, event)
         elif isinstance(event, RefusalDelta):

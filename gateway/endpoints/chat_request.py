@@ -27,12 +27,12 @@ from gateway.endpoints.generation_body import (
     wants_usage,
 )
 from gateway.endpoints.json_body import BodyReader, without_bom
-from gateway.endpoints.openai_validation import invalid_value
+from gateway.endpoints.openai_validation import invalid_value, missing
 from plugins.events import Request, Sampling
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    messages: list[MessageBody]
+    messages: list[MessageBody] | None = None
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
@@ -46,7 +46,7 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: str | None = None
 
 
-_reader = BodyReader(ChatBody)
+_reader = BodyReader(ChatBody, long_list="messages")
 
 
 def decode_chat(body: bytes, request_id: str, received_s: float) -> Request:
@@ -54,6 +54,8 @@ def decode_chat(body: bytes, request_id: str, received_s: float) -> Request:
     body = without_bom(body)
     chat, extra = _reader.read(body)
     model = check_generation(chat)
+    if chat.messages is None:
+        raise missing("messages")
     tools = read_tools(chat.tools, chat.functions)
     if chat.tool_choice is not None or not chat.function_call:
         tool_choice = read_tool_choice(chat.tool_choice, tools)

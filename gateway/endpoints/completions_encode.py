@@ -61,13 +61,14 @@ class CompletionsCollector(OpenAICollector[_Text]):
     def _add_content(self, choice: _Text, event: Event) -> None:
         if not isinstance(event, TextDelta):
             return
-        lists = logprob_lists(event, choice.num_chars)
+        if event.logprobs:
+            lists = logprob_lists(event, choice.num_chars)
+            choice.logprobs.tokens += lists.tokens
+            choice.logprobs.token_logprobs += lists.token_logprobs
+            choice.logprobs.top_logprobs += lists.top_logprobs
+            choice.logprobs.text_offset += lists.text_offset
         choice.pieces.append(event.text)
         choice.num_chars += len(event.text)
-        choice.logprobs.tokens += lists.tokens
-        choice.logprobs.token_logprobs += lists.token_logprobs
-        choice.logprobs.top_logprobs += lists.top_logprobs
-        choice.logprobs.text_offset += lists.text_offset
 
     def _answer(self, choice: _Text, finished: Finished) -> CompletionChoice:
         logprobs = choice.logprobs if self._request.sampling.logprobs else None

@@ -20,6 +20,7 @@ from plugins.events import Json
 MAX_DEPTH = 100
 """Nesting of a body. Decoders recurse, and so do those who write it again for a provider: far below their limit."""
 
+_MAX_INNER_DEPTH = MAX_DEPTH - 2  # below the body and one of its lists
 _BOM = b"\xef\xbb\xbf"
 _untyped = msgspec.json.Decoder()
 _top_level = msgspec.json.Decoder(dict[str, Raw])
@@ -32,11 +33,15 @@ def without_bom(body: bytes) -> bytes:
 
 
 class BodyReader(Generic[_T]):
-    """Reads bodies of one shape. Where a key stands twice, the last one holds."""
+    """Reads bodies of one shape. Where a key stands twice, the last one holds.
 
-    def __init__(self, shape: type[_T]) -> None:
+    `long_list` names the list of objects from which most brackets of a long body come.
+    """
+
+    def __init__(self, shape: type[_T], long_list: str = "") -> None:
         exact = msgspec.defstruct(shape.__name__, [], bases=(shape,), forbid_unknown_fields=True)
         self._shape = shape
+        self._long_list = long_list
         self._exact: msgspec.json.Decoder[Any] = msgspec.json.Decoder(exact)
         self._names = frozenset(shape.__struct_fields__)
 
@@ -64,8 +69,12 @@ class BodyReader(Generic[_T]):
             known: _T = self._exact.decode(body)
         except msgspec.ValidationError:
             known, extra = self._read_untyped(body)
-        check_depth(body)
+        check_depth(body, self._num_siblings(known))
         return known, extra
+
+    def _num_siblings(self, known: _T) -> int:
+        siblings = getattr(known, self._long_list) if self._long_list else None
+        return len(siblings) - 1 if siblings else 0
 
     def _read_untyped(self, body: bytes) -> tuple[_T, Json]:
         document = _untyped.decode(body)
@@ -95,29 +104,29 @@ def _mend(finding: Finding) -> bool:
 # -- Depth -----------------------------------------------------------------------------------------------------------
 
 
-def check_depth(body: bytes) -> None:
+def check_depth(body: bytes, num_siblings: int = 0) -> None:
     """Raise InvalidRequest where a JSON object is nested deeper than MAX_DEPTH.
 
-    No text is deeper than its opening brackets are many, so most of it need not be looked into.
+    No text is deeper than its opening brackets are many, less those of `num_siblings` objects known to stand side by
+    side. So most bodies need not be looked into.
     """
-    if not _may_be_deep(body):
+    if not _has_more_openings(body, MAX_DEPTH + num_siblings):
         return
     for name, field in _top_level.decode(body).items():
-        if _may_be_deep(bytes(field)):
+        if _has_more_openings(bytes(field), _MAX_INNER_DEPTH):
             for element in _split(field):
-                if _may_be_deep(bytes(element)) and _is_deep(_untyped.decode(element)):
+                if _has_more_openings(bytes(element), _MAX_INNER_DEPTH) and _is_deep(element):
                     raise _too_deep(name)
 
 
-def _may_be_deep(text: bytes) -> bool:
-    """Whether it has more opening brackets than MAX_DEPTH. `find` leaps, `count` would look at each byte."""
-    num_left = MAX_DEPTH
+def _has_more_openings(text: bytes, limit: int) -> bool:
+    """Counts opening brackets as far as need be. `find` leaps, `bytes.count` would look at each byte."""
     for bracket in (b"{", b"["):
         at = text.find(bracket)
         while at >= 0:
-            if num_left == 0:
+            if limit == 0:
                 return True
-            num_left -= 1
+            limit -= 1
             at = text.find(bracket, at + 1)
     return False
 
@@ -126,9 +135,9 @@ def _split(field: Raw) -> Iterable[Raw]:
     return _elements.decode(field) if bytes(field).startswith(b"[") else (field,)
 
 
-def _is_deep(value: Any) -> bool:
-    level = _containers([value])
-    for _ in range(MAX_DEPTH - 2):  # the body and the field are two levels
+def _is_deep(element: Raw) -> bool:
+    level = _containers([_untyped.decode(element)])
+    for _ in range(_MAX_INNER_DEPTH):
         level = [inner for outer in level for inner in _containers(outer)]
         if not level:
             return False

@@ -10,9 +10,23 @@ from msgspec import Struct
 
 from gateway.endpoints.openai_answer import new_answer, started_or_made, usage_answer
 from plugins.errors import UpstreamError, UpstreamUnavailable
-from plugins.events import Event, Failed, Finished, Request, Started, Usage, Verbatim
+from plugins.events import (
+    CONTENT_EVENTS,
+    Event,
+    Failed,
+    Finished,
+    ReasoningDelta,
+    RefusalDelta,
+    Request,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+    Verbatim,
+)
 
 _C = TypeVar("_C")
+ContentEvent = TextDelta | ReasoningDelta | RefusalDelta | ToolCallDelta | Finished
 
 
 class OpenAICollector(Generic[_C]):
@@ -33,20 +47,16 @@ class OpenAICollector(Generic[_C]):
 
     def add(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, Started):
+            if isinstance(event, CONTENT_EVENTS):
+                self._add_to_choice(event)
+            elif isinstance(event, Started):
                 self._started = self._started or event
             elif isinstance(event, Usage):
                 self._usage = event
             elif isinstance(event, Verbatim):
                 self._verbatim.append(event.data)
-            elif isinstance(event, Failed):
+            else:
                 self._failed = event
-            elif event.choice not in self._finished:
-                choice = self._choice_at(event.choice)
-                if isinstance(event, Finished):
-                    self._finished[event.choice] = event
-                else:
-                    self._add_content(choice, event)
 
     def body(self) -> bytes:
         """Raises UpstreamError as it came, or UpstreamUnavailable where the answer is not whole."""
@@ -75,8 +85,13 @@ class OpenAICollector(Generic[_C]):
         """The choice as it stands in the answer."""
         raise NotImplementedError
 
-    def _choice_at(self, index: int) -> _C:
-        choice = self._open.get(index)
+    def _add_to_choice(self, event: ContentEvent) -> None:
+        if event.choice in self._finished:
+            return
+        choice = self._open.get(event.choice)
         if choice is None:
-            choice = self._open[index] = self.new_choice()
-        return choice
+            choice = self._open[event.choice] = self.new_choice()
+        if isinstance(event, Finished):
+            self._finished[event.choice] = event
+        else:
+            self._add_content(choice, event)

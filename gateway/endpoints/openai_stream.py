@@ -102,10 +102,12 @@ class OpenAIStreamEncoder:
 
     def _may_write(self, event: Any, buffer: bytearray) -> bool:
         """Opens the event's choice if need be; False where that choice has ended."""
-        if self._choices.has_ended(event.choice):
+        choices = self._choices
+        if event.choice in choices.open:
+            return True
+        if not choices.begin(event.choice):
             return False
-        if self._choices.begin(event.choice):
-            self._write_first(event.choice, buffer, event)
+        self._write_first(event.choice, buffer, event)
         return True
 
     def _write_choice(self, choice: Struct, buffer: bytearray) -> None:
