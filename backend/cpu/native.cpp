@@ -70,6 +70,14 @@ static INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
+// A value that the compiler may not load again at each use: the load ports are what a register tile is short of.
+static INLINE vfloat in_register(vfloat v) {
+#if defined(USE_AVX512) || defined(USE_AVX2)
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
 static INLINE vfloat load_i8(const int8_t* p) {
 #if defined(USE_AVX512)
     return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -146,6 +154,8 @@ static INLINE vfloat exp(vfloat x) {
     vint scale = (__builtin_convertvector(x < -87.3f ? vfloat{} : n, vint) + 127) << 23;
     return x < -87.3f ? vfloat{} : p * (vfloat)scale;
 }
+
+static INLINE vfloat silu(vfloat x) { return x / (exp(-x) + 1.0f); }
 
 // ---- threads: one caller and helpers; work is claimed piece by piece, so a helper that was descheduled delays nothing
 // that it has not begun, and without helpers the caller does it all ---------------------------------------------------
@@ -252,21 +262,23 @@ struct Matrix {
     int panels() const { return (rows + PANEL - 1) / PANEL; }
 };
 
-// Each format: COLS columns take BYTES bytes of a panel; `Block` keeps what COLS columns share and gives w of column k.
-template <int BYTES_, vfloat (*LOAD)(const uint8_t*, int)> struct Dense {
-    static constexpr int COLS = 1, BYTES = BYTES_;
+// Each format: GROUPS * GROUP columns take BYTES bytes of a panel. A Block is opened on one vector of rows and walks the
+// groups in order; `at` gives w of column g of the current group, the last of which is asked for by name.
+template <int BYTES_, vfloat (*LOAD)(const uint8_t*)> struct Dense {
+    static constexpr int GROUPS = 1, GROUP = 1, BYTES = BYTES_;
     struct Block {
         const uint8_t* p;
         INLINE void open(const uint8_t* panel, int part) { p = panel + part * LANES * (BYTES / PANEL); }
-        INLINE vfloat at(int) const { return LOAD(p, 0); }
+        template <bool LAST> INLINE vfloat at(int) const { return LOAD(p); }
+        INLINE void next() {}
     };
 };
-static INLINE vfloat dense_f32(const uint8_t* p, int) { return load<vfloat>(p); }
-static INLINE vfloat dense_f16(const uint8_t* p, int) { return load_f16((const uint16_t*)p); }
-static INLINE vfloat dense_bf16(const uint8_t* p, int) { return load_bf16((const uint16_t*)p); }
+static INLINE vfloat dense_f32(const uint8_t* p) { return load<vfloat>(p); }
+static INLINE vfloat dense_f16(const uint8_t* p) { return load_f16((const uint16_t*)p); }
+static INLINE vfloat dense_bf16(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
 
 struct FormatQ8_0 {  // d[16] half, q[32][16] int8
-    static constexpr int COLS = QBLOCK, BYTES = PANEL * (2 + QBLOCK);
+    static constexpr int GROUPS = 4, GROUP = 8, BYTES = PANEL * (2 + QBLOCK);
     struct Block {
         vfloat d;
         const int8_t* q;
@@ -274,24 +286,33 @@ struct FormatQ8_0 {  // d[16] half, q[32][16] int8
             d = load_f16((const uint16_t*)panel + part * LANES);
             q = (const int8_t*)panel + PANEL * 2 + part * LANES;
         }
-        INLINE vfloat at(int k) const { return d * load_i8(q + k * PANEL); }
+        template <bool LAST> INLINE vfloat at(int g) const { return d * load_i8(q + g * PANEL); }
+        INLINE void next() { q += GROUP * PANEL; }
     };
 };
 
-// d[16] half, m[16] half when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 8 g + j
+// d[16] half, m[16] half when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 4 j + g.
+// Nibbles are not shifted down: 16^j q meets d / 16^j, which is exact and gives the same product.
 template <bool HAS_MIN> struct FormatQ4 {
-    static constexpr int COLS = QBLOCK, SCALES = PANEL * (HAS_MIN ? 4 : 2), BYTES = SCALES + PANEL * 16;
+    static constexpr int GROUPS = 8, GROUP = 4, SCALES = PANEL * (HAS_MIN ? 4 : 2), BYTES = SCALES + PANEL * 16;
     struct Block {
         vfloat d, m;
         const uint8_t* q;
+        uint32_t mask;
         INLINE void open(const uint8_t* panel, int part) {
             d = load_f16((const uint16_t*)panel + part * LANES);
             m = HAS_MIN ? load_f16((const uint16_t*)panel + PANEL + part * LANES) : d * -8.0f;
             q = panel + SCALES + part * LANES * 4;
+            mask = 15;
         }
-        INLINE vfloat at(int k) const {
-            vuint word = load<vuint>(q + (k / 8) * PANEL * 4);
-            return fma(__builtin_convertvector((vint)(word >> (k % 8 * 4) & 15), vfloat), d, m);
+        template <bool LAST> INLINE vfloat at(int g) const {
+            vuint word = load<vuint>(q + g * PANEL * 4);
+            return fma(__builtin_convertvector((vint)(LAST ? word >> 28 : word & mask), vfloat), d, m);
+        }
+        INLINE void next() {
+            asm("" : "+r"(q));  // or the compiler keeps every word of the block on the stack
+            mask <<= 4;
+            d *= mask == 0xf0000000u ? 0x1p24f : 0.0625f;
         }
     };
 };
@@ -311,8 +332,13 @@ template <class Use> static INLINE auto with_format(int kind, const Use& use) {
     }
 }
 
+template <class F> constexpr int COLS = F::GROUPS * F::GROUP;
+
 static int64_t panel_bytes(int kind, int cols) {
-    return with_format(kind, [&](auto f) { return int64_t(cols / decltype(f)::COLS) * decltype(f)::BYTES; });
+    return with_format(kind, [&](auto f) {
+        using F = decltype(f);
+        return int64_t(cols / COLS<F>) * F::BYTES;
+    });
 }
 
 // One row in file order -> lane `lane` of a zeroed panel.
@@ -330,55 +356,69 @@ static void pack_row(int kind, const uint8_t* src, int cols, uint8_t* panel, int
             for (int i = 0; i < s / 2; i++) std::memcpy(panel + (i * PANEL + lane) * 2, src + i * 2, 2);
             uint8_t* q = panel + PANEL * s + lane * 4;
             for (int k = 0; k < QBLOCK; k++)
-                q[k / 8 * PANEL * 4 + k % 8 / 2] |= (src[s + k % 16] >> k / 16 * 4 & 15) << k % 2 * 4;
+                q[k % 4 * PANEL * 4 + k / 8] |= (src[s + k % 16] >> k / 16 * 4 & 15) << k / 4 % 2 * 4;
             panel += PANEL * (s + 16);
         }
 }
 
-// Columns 0..cols of one panel as float32 [cols][16].
+// Calls use(column, w) for every column of one vector of a panel's rows.
+template <class F, class Use> static INLINE void walk_panel(const uint8_t* panel, int part, int cols, const Use& use) {
+    for (int k = 0; k < cols; panel += F::BYTES) {
+        typename F::Block block;
+        block.open(panel, part);
+        for (int j = 0; j < F::GROUPS - 1; j++, block.next())
+#pragma GCC unroll 8
+            for (int g = 0; g < F::GROUP; g++) use(k++, block.template at<false>(g));
+#pragma GCC unroll 8
+        for (int g = 0; g < F::GROUP; g++) use(k++, block.template at<true>(g));
+    }
+}
+
+// One panel as float32 [cols][16].
 static void unpack_panel(int kind, const uint8_t* panel, int cols, float* RESTRICT out) {
     with_format(kind, [&](auto f) {
-        using F = decltype(f);
-        for (int k = 0; k < cols; k += F::COLS, panel += F::BYTES)
-            for (int part = 0; part < PARTS; part++) {
-                typename F::Block block;
-                block.open(panel, part);
-#pragma GCC unroll 32
-                for (int j = 0; j < F::COLS; j++) store(out + (k + j) * PANEL + part * LANES, block.at(j));
-            }
+        for (int part = 0; part < PARTS; part++)
+            walk_panel<decltype(f)>(panel, part, cols, [&](int k, vfloat w) { store(out + k * PANEL + part * LANES, w); });
     });
 }
 
 static void unpack_row(const Matrix& m, int row, float* out) {
     const uint8_t* panel = m.data + row / PANEL * panel_bytes(m.kind, m.cols);
     with_format(m.kind, [&](auto f) {
-        using F = decltype(f);
-        for (int k = 0; k < m.cols; k += F::COLS, panel += F::BYTES) {
-            typename F::Block block;
-            block.open(panel, row % PANEL / LANES);
-            for (int j = 0; j < F::COLS; j++) out[k + j] = block.at(j)[row % LANES];
-        }
+        walk_panel<decltype(f)>(panel, row % PANEL / LANES, m.cols, [&](int k, vfloat w) { out[k] = w[row % LANES]; });
     });
 }
 
 // ---- matrix product: y[m][n] = sum over k of x[m][k] * w[n][k] --------------------------------------------------------
 
+template <class F, int ROWS, int VECS, bool LAST>
+static INLINE void multiply_group(const typename F::Block (&block)[VECS], const float* x, int64_t ldx,
+                                  vfloat (&acc)[ROWS][VECS]) {
+#pragma GCC unroll 8
+    for (int g = 0; g < F::GROUP; g++) {
+        vfloat w[VECS];
+        for (int v = 0; v < VECS; v++) w[v] = in_register(block[v].template at<LAST>(g));
+        for (int r = 0; r < ROWS; r++) {
+            vfloat xv = splat(x[r * ldx + g]);
+            for (int v = 0; v < VECS; v++) acc[r][v] = fma(w[v], xv, acc[r][v]);
+        }
+    }
+}
+
 // The register tile: ROWS rows of x times VECS vectors of w. `stride` bytes lie between panels (VECS may span several).
 template <class F, int ROWS, int VECS>
 static INLINE void multiply_tile(const uint8_t* w, int64_t stride, int64_t step, const float* x, int64_t ldx, int cols,
                                  vfloat (&acc)[ROWS][VECS]) {
-    for (int k = 0; k < cols; k += F::COLS, w += step) {
+    for (int k = 0; k < cols; k += COLS<F>, w += step) {
         typename F::Block block[VECS];
         for (int v = 0; v < VECS; v++) block[v].open(w + v / PARTS * stride, v % PARTS);
-#pragma GCC unroll 32
-        for (int j = 0; j < F::COLS; j++) {
-            vfloat wv[VECS];
-            for (int v = 0; v < VECS; v++) wv[v] = block[v].at(j);
-            for (int r = 0; r < ROWS; r++) {
-                vfloat xv = splat(x[r * ldx + k + j]);
-                for (int v = 0; v < VECS; v++) acc[r][v] = fma(wv[v], xv, acc[r][v]);
-            }
+        const float* xk = x + k;
+#pragma GCC unroll 1
+        for (int j = 0; j < F::GROUPS - 1; j++, xk += F::GROUP) {
+            multiply_group<F, ROWS, VECS, false>(block, xk, ldx, acc);
+            for (int v = 0; v < VECS; v++) block[v].next();
         }
+        multiply_group<F, ROWS, VECS, true>(block, xk, ldx, acc);
     }
 }
 
@@ -393,35 +433,35 @@ struct Output {
 };
 
 // 16 finished values of output row m. SILU_GATE panels hold eight gate rows, then their eight up rows.
-static INLINE void emit(const Output& out, int m, int panel, const vfloat* acc) {
-    alignas(64) float t[PANEL];
-    for (int v = 0; v < PARTS; v++) store(t + v * LANES, acc[v]);
+static INLINE void emit(const Output& out, int m, int panel, vfloat* acc) {
     const int n = panel * PANEL, count = std::min(PANEL, out.rows - n);
-    if (out.bias)
-        for (int i = 0; i < count; i++) t[i] += out.bias[n + i];
-    if (out.epilogue == SILU_GATE) {
-        alignas(64) float g[PANEL] = {};
-        std::memcpy(g, t, 8 * sizeof(float));
-        for (int i = 0; i < 8; i += LANES) {
-            vfloat gate = load<vfloat>(g + i);
-            store(g + i, gate / (exp(-gate) + 1.0f));
-        }
-        float* y = out.y + m * out.ldy + n / 2;
-        for (int i = 0; i < 8; i++) y[i] = g[i] * t[8 + i];
-        return;
-    }
     float* y = out.y + m * out.ldy + n;
-    if (count == PANEL && out.epilogue == ADD)
-        for (int i = 0; i < PANEL; i++) y[i] += t[i];
-    else if (count == PANEL) std::memcpy(y, t, sizeof t);
-    else
-        for (int i = 0; i < count; i++) y[i] = out.epilogue == ADD ? y[i] + t[i] : t[i];
+    if (out.epilogue == SILU_GATE) {
+        y -= n / 2;
+        if constexpr (PARTS > 1)
+            for (int v = 0; v < PARTS / 2; v++) store(y + v * LANES, silu(acc[v]) * acc[v + PARTS / 2]);
+        else {
+            alignas(64) float gate[PANEL], up[PANEL];
+            store(up, acc[0]), store(gate, silu(acc[0]));
+            for (int i = 0; i < 8; i++) y[i] = gate[i] * up[8 + i];
+        }
+    } else if (count == PANEL && !out.bias)
+        for (int v = 0; v < PARTS; v++)
+            store(y + v * LANES, out.epilogue == ADD ? load<vfloat>(y + v * LANES) + acc[v] : acc[v]);
+    else {
+        float t[PANEL];
+        for (int v = 0; v < PARTS; v++) store(t + v * LANES, acc[v]);
+        for (int i = 0; i < count; i++) {
+            const float value = out.bias ? t[i] + out.bias[n + i] : t[i];
+            y[i] = out.epilogue == ADD ? y[i] + value : value;
+        }
+    }
 }
 
 constexpr int WIDE = 2 > PARTS ? 2 : PARTS;         // vectors of a tile of many rows
-constexpr int NARROW = LANES == 4 ? 8 : 4;          // vectors of a tile of one to three rows
+constexpr int NARROW = LANES == 4 ? 8 : 4;          // vectors of a tile of one row
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;      // of a tile: WIDE * MAX_ROWS accumulators fit the registers
-constexpr int MAX_DIRECT = 6;                       // rows up to which weights are unpacked in registers, once each
+constexpr int MAX_DIRECT = 4;                       // rows up to which weights are unpacked in registers, once each
 
 template <class F, int ROWS, int VECS>
 static void multiply_panels(const uint8_t* w, int64_t stride, int first, int last, const float* x, int64_t ldx,
@@ -481,21 +521,21 @@ struct Workers {
     explicit Workers(int threads) : pool(threads), scratch(threads) {}
 };
 
-constexpr int64_t UNPACKED_FLOATS = 48 << 10;  // of weights a piece unpacks at a time: they stay in the L2 cache
-constexpr int ROW_CHUNK = 240;                 // rows of x that pass over them
+constexpr int ROW_CHUNK = 240;          // rows of x that pass over a group of panels
+constexpr int UNPACKED_FLOATS = 48 << 10;  // of weights a piece unpacks at a time: they stay in the L2 cache
 
 static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t ldx, int m, const Output& out) {
     const int panels = w.panels(), threads = workers.pool.threads;
     const int64_t stride = panel_bytes(w.kind, w.cols);
     if (m <= MAX_DIRECT) {
-        const int span = m <= 3 ? NARROW / PARTS : WIDE / PARTS;
+        const int span = m == 1 ? NARROW / PARTS : WIDE / PARTS;
         int group = std::max(1, panels / (threads * 8 * span)) * span;
         workers.pool.run((panels + group - 1) / group, [&](int piece, int) {
             int first = piece * group, last = std::min(panels, first + group);
             with_format(w.kind, [&](auto f) {
                 with_rows<MAX_DIRECT>(m, [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
-                    multiply_panels<decltype(f), R, R <= 3 ? NARROW : WIDE>(w.data + first * stride, stride, first,
+                    multiply_panels<decltype(f), R, R == 1 ? NARROW : WIDE>(w.data + first * stride, stride, first,
                                                                               last, x, ldx, w.cols, 0, out);
                 });
             });
@@ -504,8 +544,8 @@ static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t 
     }
     const int64_t panel_floats = int64_t(w.cols) * PANEL;
     const int row_chunks = (m + ROW_CHUNK - 1) / ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
-    int group = int(std::max<int64_t>(1, std::min<int64_t>(UNPACKED_FLOATS / panel_floats, panels / (threads * 8))));
-    group = std::max(group / (WIDE / PARTS), 1) * (WIDE / PARTS);
+    const int span = WIDE / PARTS, fitting = int(UNPACKED_FLOATS / panel_floats);
+    const int group = std::max(1, std::min(fitting, panels / (threads * 8)) / span) * span;
     const int groups = (panels + group - 1) / group;
     for (auto& s : workers.scratch) s.need(group * panel_floats);
     workers.pool.run(groups * row_chunks, [&](int piece, int thread) {
