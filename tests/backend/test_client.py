@@ -334,3 +334,11 @@ async def test_the_supervisors_process_and_the_provider_agree_on_the_socket(tmp_
     await until(provider.ready)
     await provider.aclose()
     worker.kill()
+
+
+def test_a_gateway_on_uvloop_is_served_too(worker: WorkerProcess) -> None:
+    async def ask() -> dict[int, str]:
+        async with connected(worker) as provider:
+            return texts(await collect(provider, chat(max_tokens=8)))
+
+    assert anyio.run(ask, backend_options={"use_uvloop": True}) == {0: "user:hi>"}
