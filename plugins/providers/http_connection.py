@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import cast, Protocol
+from typing import Protocol, cast
 
 import httptools
 

@@ -1,0 +1,154 @@
+"""The lane of bytes: chunks that are canonical, and fit what came before, pass to the client untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import UNSET
+
+from plugins.events import Dialect, Event, Finished, Started, Verbatim
+from plugins.providers.openai_state import AnswerState, CallState, ChoiceState
+from plugins.providers.openai_wire import (
+    FINISH_REASONS,
+    ODD,
+    ChatChunk,
+    ChatChunkChoice,
+    TextChunk,
+    TextChunkChoice,
+    ToolCallPiece,
+    decode_chat_chunk,
+    decode_text_chunk,
+    started_of,
+)
+
+
+class VerbatimLane:
+    """Takes canonical chunks of one read and hands them over joined, as one event and so as one write."""
+
+    __slots__ = (
+        "_accept",
+        "_decode",
+        "_finished",
+        "_has_content",
+        "_num_chunks",
+        "_pieces",
+        "_started",
+        "_state",
+    )
+
+    def __init__(self, dialect: Dialect, state: AnswerState) -> None:
+        self._state = state
+        self._decode: Callable[[bytes], ChatChunk | TextChunk] = (
+            decode_chat_chunk if dialect == "chat" else decode_text_chunk
+        )
+        self._accept: Callable[[Any, AnswerState], bool] = (
+            _accept_chat if dialect == "chat" else _accept_text
+        )
+        self._started: Started | None = None
+        self._pieces: list[bytes] = []
+        self._num_chunks = 0
+        self._has_content = False
+        self._finished: list[Finished] = []
+
+    def take(self, data: bytes) -> bool:
+        """Whether this chunk passes as it is. If not, nothing has changed, and the other lane reads it."""
+        try:
+            chunk = self._decode(data)
+        except ODD:
+            return False
+        started = self._state.started
+        if chunk.error is not UNSET or (started is not None and not _continues(chunk, started)):
+            return False
+        choice = chunk.choices[0]
+        if not self._accept(choice, self._state):
+            return False
+        if started is None:
+            self._started = self._state.started = started_of(chunk)
+        if b"\n" in data:  # JSON over several data lines: between tokens a blank is the same
+            data = data.replace(b"\n", b" ")
+        self._pieces += (b"data: ", data, b"\n\n")
+        if choice.has_content():
+            self._num_chunks += 1
+            self._has_content = True
+        if choice.finish_reason is not None:
+            self._has_content = True
+            self._finished.append(Finished(FINISH_REASONS[choice.finish_reason], choice.index))
+        return True
+
+    def flush(self, events: list[Event]) -> None:
+        if not self._pieces:
+            return
+        if self._started is not None:
+            events.append(self._started)
+            self._started = None
+        events.append(
+            Verbatim(
+                b"".join(self._pieces), self._has_content, self._num_chunks, tuple(self._finished)
+            )
+        )
+        self._pieces.clear()
+        self._finished.clear()
+        self._num_chunks = 0
+        self._has_content = False
+
+
+def _continues(chunk: ChatChunk | TextChunk, started: Started) -> bool:
+    """Clients take the chunks of one answer to share these three."""
+    return (
+        chunk.id == started.id
+        and chunk.created == started.created_s
+        and chunk.model == started.model
+    )
+
+
+def _accept_chat(choice: ChatChunkChoice, state: AnswerState) -> bool:
+    """Whether this piece may follow what `state` has seen, byte for byte; if so, `state` knows it now."""
+    delta = choice.delta
+    known = state.choices.get(choice.index)
+    if known is None:
+        if delta.role is None:  # a choice begins with its role: the other lane adds it
+            return False
+    elif known.finished or known.high_surrogate:
+        return False
+    if delta.tool_calls is not None and not _accept_pieces(delta.tool_calls, known):
+        return False
+    finishes = choice.finish_reason is not None
+    if finishes and known is not None and not all(c.has_arguments for c in known.calls):
+        return False  # a call without arguments still needs its "{}"
+    known = state.choice(choice.index)
+    if delta.tool_calls is not None:
+        _note_pieces(delta.tool_calls, known)
+    known.finished = finishes
+    return True
+
+
+def _accept_text(choice: TextChunkChoice, state: AnswerState) -> bool:
+    known = state.choice(choice.index)
+    if known.finished or known.high_surrogate:
+        return False
+    known.finished = choice.finish_reason is not None
+    return True
+
+
+def _accept_pieces(pieces: list[ToolCallPiece], choice: ChoiceState | None) -> bool:
+    """Calls are counted from 0; the first piece of each brings id, type and name, and no other does."""
+    num_calls = 0 if choice is None else len(choice.calls)
+    for piece in pieces:
+        fields = (piece.id, piece.type, piece.name)
+        if piece.index == num_calls and all(field is not UNSET for field in fields):
+            num_calls += 1
+        elif piece.index >= num_calls or any(field is not UNSET for field in fields):
+            return False
+    return choice is None or all(call.announced for call in choice.calls)
+
+
+def _note_pieces(pieces: list[ToolCallPiece], choice: ChoiceState) -> None:
+    for piece in pieces:
+        if piece.index == len(choice.calls):
+            call = CallState(piece.index, str(piece.id), str(piece.name))
+            call.announced = True
+            choice.calls.append(call)
+            choice.calls_by_upstream_index[piece.index] = call
+        if piece.function is UNSET or piece.function.arguments:
+            choice.calls[piece.index].has_arguments = True

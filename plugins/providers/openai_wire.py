@@ -1,0 +1,175 @@
+"""Canonical OpenAI answers: what may go to a client byte for byte, decided by one strict typed decode.
+
+Fields that stand here are checked; all others are skipped and pass with the bytes. What does not fit is not an error:
+it takes the other lane (`openai_answer`), which reads dialects and writes the canonical form. Field meanings: OpenAI's
+API reference, chat completions and completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from plugins.events import FinishReason, Started
+
+Text = Annotated[str, Meta(min_length=1)]
+ChatFinish = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+TextFinish = Literal["stop", "length", "content_filter"]
+Index = Annotated[int, Meta(ge=0)]
+ODD = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+"""What a strict decode raises for an answer that is not canonical."""
+
+
+class FunctionDelta(Struct, gc=False):
+    name: Text | UnsetType = UNSET
+    arguments: str = ""
+
+
+class CustomDelta(Struct, gc=False):
+    name: Text | UnsetType = UNSET
+    input: str = ""
+
+
+class ToolCallPiece(Struct, gc=False):
+    index: Index
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
+    id: Text | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+
+    @property
+    def name(self) -> Text | UnsetType:
+        named = self.custom if self.function is UNSET else self.function
+        return UNSET if named is UNSET else named.name
+
+
+class Delta(Struct, gc=False):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCallPiece], Meta(min_length=1)] | None = None
+    function_call: Raw | None = None
+    audio: Raw | None = None
+
+    def has_content(self) -> bool:
+        return bool(
+            self.content
+            or self.tool_calls
+            or self.reasoning_content
+            or self.reasoning
+            or self.refusal
+            or self.function_call
+            or self.audio
+        )
+
+
+class ChatChunkChoice(Struct, gc=False):
+    index: Index
+    delta: Delta
+    finish_reason: ChatFinish | None
+
+    def has_content(self) -> bool:
+        return bool(self.delta.content) or self.delta.has_content()
+
+
+class TextChunkChoice(Struct, gc=False):
+    index: Index
+    text: str
+    finish_reason: TextFinish | None
+
+    def has_content(self) -> bool:
+        return bool(self.text)
+
+
+class Head(Struct, kw_only=True):
+    """What every chunk and every whole answer begins with. An `error` key, even a null one, stops strict clients."""
+
+    id: Text
+    created: int
+    model: Text
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
+    error: Raw | UnsetType = UNSET
+
+
+class ChatChunk(Head, kw_only=True):
+    object: Literal["chat.completion.chunk"]
+    choices: Annotated[list[ChatChunkChoice], Meta(min_length=1, max_length=1)]
+    usage: None = None  # counts never pass verbatim: they become an event
+
+
+class TextChunk(Head, kw_only=True):
+    object: Literal["text_completion"]
+    choices: Annotated[list[TextChunkChoice], Meta(min_length=1, max_length=1)]
+    usage: None = None
+
+
+class Function(Struct):
+    name: Text
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: Text
+    type: Literal["function", "custom"]
+    function: Function | UnsetType = UNSET
+    custom: Raw | UnsetType = UNSET
+
+
+class AnswerMessage(Struct):
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Struct):
+    index: Index
+    message: AnswerMessage
+    finish_reason: ChatFinish
+
+
+class TextChoice(Struct):
+    index: Index
+    text: str
+    finish_reason: TextFinish
+
+
+class ChatAnswer(Head, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: Annotated[list[ChatChoice], Meta(min_length=1)]
+    usage: dict[str, Any] | None = None
+
+
+class TextAnswer(Head, kw_only=True):
+    object: Literal["text_completion"]
+    choices: Annotated[list[TextChoice], Meta(min_length=1)]
+    usage: dict[str, Any] | None = None
+
+
+class EmbeddingsAnswer(Struct):
+    object: Literal["list"]
+    data: Annotated[list[Raw], Meta(min_length=1)]
+    usage: dict[str, Any] | None = None
+
+
+decode_chat_chunk = msgspec.json.Decoder(ChatChunk).decode
+decode_text_chunk = msgspec.json.Decoder(TextChunk).decode
+decode_chat_answer = msgspec.json.Decoder(ChatAnswer).decode
+decode_text_answer = msgspec.json.Decoder(TextAnswer).decode
+decode_embeddings_answer = msgspec.json.Decoder(EmbeddingsAnswer).decode
+
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+}
+
+
+def started_of(head: Head) -> Started:
+    return Started(head.id, head.model, head.created, head.system_fingerprint, head.service_tier)
