@@ -19,7 +19,11 @@ from backend.engine.request import EngineRequest
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them would overflow float32
 MIN_LOGPROB = -9999.0  # what an impossible token reports; JSON has no -inf
-_HEAD_MARGINS = (8.0, 3.0)  # nats below the maximum in which candidates are looked for first
+_RACE_MARGINS = (
+    5.5,
+    2.5,
+)  # in units of the temperature: about as many tokens in the head as in the rest
+_SORT_MARGINS = (8.0, 3.0)  # nats below the largest logit where the likeliest tokens are looked for
 _MAX_HEAD = 4096
 
 
@@ -72,7 +76,8 @@ class Sampler:
         them can only win with an exponential below exp(best - margin / temperature); noise alone tells which.
         """
         floor = min_p_floor(peak, params)
-        margin, ids = head_ids(logits, peak, floor)
+        margins = [margin * params.temperature for margin in _RACE_MARGINS]
+        margin, ids = head_ids(logits, peak, margins, floor)
         if len(ids) > _MAX_HEAD:  # a flat distribution: any of the rest may be as likely as these
             margin, ids = 0.0, ids[:_MAX_HEAD]
         scores = self._race(logits, peak, params.temperature, key, ids)
@@ -80,7 +85,8 @@ class Sampler:
         if margin >= peak - floor:
             return int(ids[first])
         best = float(scores[first])
-        rest = self._noise.ids_below(key, math.exp(best - margin / params.temperature))
+        limit = math.exp(best - margin / params.temperature + 1e-4)  # 1e-4: float32 cut the head
+        rest = self._noise.ids_below(key, limit)
         rest = rest[logits[rest] >= floor]
         if len(rest):
             rest_scores = self._race(logits, peak, params.temperature, key, rest)
@@ -97,9 +103,14 @@ class Sampler:
         return np.log(self._noise.exponential(key, ids)) - log_weights
 
 
-def head_ids(logits: np.ndarray, peak: float, floor: float = -math.inf) -> tuple[float, np.ndarray]:
-    """A margin, and all ids within that many nats of the peak and not below `floor`, in ascending order."""
-    for margin in _HEAD_MARGINS:
+def head_ids(
+    logits: np.ndarray,
+    peak: float,
+    margins: Sequence[float] = _SORT_MARGINS,
+    floor: float = -math.inf,
+) -> tuple[float, np.ndarray]:
+    """The first margin that is narrow enough, and all ids within it of the peak and not below `floor`, ascending."""
+    for margin in margins:
         ids = np.flatnonzero(logits >= max(peak - margin, floor))
         if len(ids) <= _MAX_HEAD:
             break
