@@ -13,7 +13,8 @@ import pytest
 from cache.store import Store
 from gateway.accounting import Accounting, RequestMeter
 from gateway.config_schema import TelemetryConfig
-from gateway.telemetry import Telemetry, configure_logging
+from gateway.logs import configure_logging
+from gateway.telemetry import Telemetry
 from plugins.events import Request, Usage
 from plugins.interfaces import Principal, UsageRecord
 
