@@ -767,6 +767,7 @@ class Model {
     const char* fault(const Step& s) const {
         for (int r = 0; r < s.num_tokens; r++) {
             if (s.token_ids[r] < 0 || s.token_ids[r] >= config.vocab) return "token_ids";
+            if (s.positions[r] < 0) return "positions";
             if (s.slots[r] < 0 || s.slots[r] >= int64_t(s.num_blocks) * s.block_size) return "slot_mapping";
         }
         if (s.query_start[0] != 0 || s.query_start[s.num_seqs] != s.num_tokens) return "query_start";

@@ -101,8 +101,8 @@ class NativeLlama:
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """-> float32 logits [num_logits, vocab_size]. Raises ValueError for a batch that points outside."""
         keys, values = self._cache_pointers(kv)
-        token_ids = _int64(batch.token_ids, "token_ids", len(batch.positions))
-        num_tokens = len(token_ids)
+        num_tokens = len(batch.token_ids)
+        token_ids = _int64(batch.token_ids, "token_ids", num_tokens)
         positions = _int64(batch.positions, "positions", num_tokens)
         slots = _int64(batch.slot_mapping, "slot_mapping", num_tokens)
         logits_rows = _int64(batch.logits_rows, "logits_rows", len(batch.logits_rows))
