@@ -91,7 +91,7 @@ def _source(args: argparse.Namespace) -> ConfigSource:
     if path is None and args.model is None and CONFIG_FILE.exists():
         path = CONFIG_FILE
     if path is None:
-        text = default_config(args.model or "demo")
+        text = default_config("demo" if args.model is None else args.model)
         return ConfigSource(text, str(Path.cwd() / "built-in config"), overrides)
     return ConfigSource(read_text(path), str(path.absolute()), overrides)
 

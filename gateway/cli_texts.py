@@ -36,7 +36,7 @@ def _model_path(model: str) -> tuple[str, str]:
     """What the engine is given as `path`, and the name that clients ask for."""
     if model == "demo":
         return "demo", _DEMO_NAME
-    if Path(model).exists():
+    if model and Path(model).exists():
         path = Path(model).absolute()
         return str(path), path.stem if path.is_file() else path.name
     hub_name = model.removeprefix("hub:")

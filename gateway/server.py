@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -27,8 +26,6 @@ log = logging.getLogger("tidegate")
 STDIN = 0
 KEEP_ALIVE_S = 75
 EXIT_FAULT = 2
-
-MakeApp = Callable[[Config, Runtime, str], Starlette]
 
 
 class WorkerServer(uvicorn.Server):
@@ -87,12 +84,15 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
     )
 
 
-def run_worker(order: WorkerOrder, make_app: MakeApp) -> int:
+def run_worker(order: WorkerOrder) -> int:
     """Serve until told to stop. Returns the exit code; 2: a fault that a restart cannot mend."""
     try:
         config = order.config.parse()
+        configure_logging(config.telemetry)
+        from gateway.app import create_app  # noqa: PLC0415  after the check: a faulty config is told at once
+
         runtime = Runtime(config.store.data_dir, Path(order.run_dir))
-        app = make_app(config, runtime, order.store_url)
+        app = create_app(config, runtime, order.store_url)
     except (ConfigFaults, GatewayError) as exc:
         sys.stderr.write(f"{exc}\n")
         return EXIT_FAULT
@@ -105,12 +105,7 @@ def run_worker(order: WorkerOrder, make_app: MakeApp) -> int:
 
 def main() -> int:
     order = read_first_order(STDIN)
-    if order is None:
-        return 0
-    from gateway.app import create_app  # noqa: PLC0415  after the order: a worker without one ends quickly
-
-    configure_logging(order.config.parse().telemetry)
-    return run_worker(order, create_app)
+    return 0 if order is None else run_worker(order)
 
 
 if __name__ == "__main__":
