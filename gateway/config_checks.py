@@ -18,15 +18,10 @@ from gateway.config_schema import (
     PriceConfig,
     ServerConfig,
     StoreConfig,
-    TelemetryConfig,
 )
+from gateway.config_unbuilt import check_unbuilt
 from plugins.interfaces import ProviderSettings
 from plugins.manager import Parts, PluginFault, collect_parts
-
-# Parts of the contract that do not exist yet: refused, for to ignore them would be worse.
-UNBUILT_POLICIES = frozenset({"slo", "cheapest", "fastest"})
-UNBUILT_LIMITS = ("budget_usd",)
-UNBUILT_CACHE_MODES = frozenset({"exact"})
 
 
 def check_document(
@@ -38,6 +33,7 @@ def check_document(
     models = _names(tables, "models")
     if not models and not faults.touch(("models",)):
         faults.add(("models",), "at least one model is needed: add [[models]]")
+    check_unbuilt(reader, faults)
     _check_keys(reader, models, faults)
     _check_models(reader, _names(tables, "providers"), faults)
     parts = _collect(reader, base_dir, faults)
@@ -82,9 +78,6 @@ def _check_server(tables: Mapping[str, Any], reader: Reader, faults: Faults) -> 
     for at, store in reader.rows(StoreConfig):
         if store.url and urlsplit(store.url).scheme not in ("redis", "rediss", "unix"):
             faults.add((*at, "url"), "must begin with redis://, rediss:// or unix://")
-    for at, telemetry in reader.rows(TelemetryConfig):
-        if telemetry.otlp_endpoint:
-            faults.add((*at, "otlp_endpoint"), "is not built yet; leave it out")
 
 
 def is_loopback(host: str) -> bool:
@@ -118,9 +111,6 @@ def _check_keys(reader: Reader, models: frozenset[str], faults: Faults) -> None:
         for i, model in enumerate(key.models):
             if model != "*" and model not in models:
                 faults.add((*at, "models", i), f'no model "{model}"{nearest(model, models)}')
-        for name in UNBUILT_LIMITS:
-            if getattr(key.limits, name) is not None:
-                faults.add((*at, "limits", name), "is not built yet; leave it out")
 
 
 def _check_models(reader: Reader, providers: frozenset[str], faults: Faults) -> None:
@@ -131,10 +121,6 @@ def _check_models(reader: Reader, providers: frozenset[str], faults: Faults) -> 
         _check_unique(zip(places, model.targets, strict=True), '"{value}" is given twice', faults)
         if model.policy == "slo" and model.slo.ttft_ms is None and model.slo.tpot_ms is None:
             faults.add((*at, "slo"), 'policy = "slo" needs ttft_ms, tpot_ms or both')
-        if model.policy in UNBUILT_POLICIES:
-            faults.add((*at, "policy"), f'"{model.policy}" is not built yet; use "ordered"')
-        if model.cache.mode in UNBUILT_CACHE_MODES:
-            faults.add((*at, "cache", "mode"), f'"{model.cache.mode}" is not built yet; use "off"')
 
 
 def _check_target(target: str, providers: frozenset[str], at: At, faults: Faults) -> None:

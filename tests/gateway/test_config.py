@@ -286,12 +286,20 @@ UNBUILT = [
     ),
     (
         "[telemetry]\notlp_endpoint = 'http://h'",
-        "telemetry.otlp_endpoint: is not built yet; leave it out",
+        'telemetry.otlp_endpoint: "http://h" is not built yet; leave it out',
     ),
     ("cache = { mode = 'exact' }", 'models[0].cache.mode: "exact" is not built yet; use "off"'),
     (
         "[[auth.keys]]\nname = 'a'\nkey = 'k'\nlimits = { budget_usd = 3.5 }",
-        "auth.keys[0].limits.budget_usd: is not built yet; leave it out",
+        "auth.keys[0].limits.budget_usd: 3.5 is not built yet; leave it out",
+    ),
+    (
+        "[[auth.keys]]\nname = 'a'\nkey = 'k'\nlimits = { budget_window = 'day' }",
+        'auth.keys[0].limits.budget_window: "day" is not built yet; use "never"',
+    ),
+    (
+        "[store]\non_limits_failure = 'closed'",
+        'store.on_limits_failure: "closed" is not built yet; use "local"',
     ),
 ]
 

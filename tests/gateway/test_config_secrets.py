@@ -109,9 +109,9 @@ def test_a_secret_where_a_number_belongs_is_not_shown() -> None:
 
 
 def test_a_key_may_have_models_and_limits() -> None:
-    text = with_key('"k"') + 'models = ["m"]\nlimits = { rpm = 3, budget_window = "day" }\n'
+    text = with_key('"k"') + 'models = ["m"]\nlimits = { rpm = 3, budget_window = "never" }\n'
     key = parse(text).auth.keys[0]
-    assert (key.models, key.limits) == (("m",), Limits(rpm=3, budget_window="day"))
+    assert (key.models, key.limits) == (("m",), Limits(rpm=3, budget_window="never"))
 
 
 KEY_FAULTS = [
