@@ -84,7 +84,7 @@ class EngineProvider:
 
     async def stream(self, request: Request, call: Call) -> AsyncGenerator[list[Event], None]:
         """See `plugins.interfaces.Provider.stream`."""
-        generate = to_generate(request)
+        generate = to_generate(request, call.tenant)
         replica = self._choose()
         assert replica.ready is not None
         answer = Answer(request, call.upstream_model, replica.ready)

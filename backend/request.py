@@ -41,8 +41,12 @@ _REFUSED_FIELDS = (
 )
 
 
-def to_generate(request: Request) -> Generate:
-    """Raises InvalidRequest or Unsupported, with `param`."""
+def to_generate(request: Request, tenant: str = "") -> Generate:
+    """Prefix-cache blocks are shared within `tenant` only: what another has cached shows in the time to first token.
+
+    Raises:
+        InvalidRequest, Unsupported: with `param`.
+    """
     _refuse(request)
     sampling = request.sampling
     generate = Generate(
@@ -50,7 +54,7 @@ def to_generate(request: Request) -> Generate:
         _params(sampling),
         n=sampling.n,
         klass=RequestClass[request.klass.upper()],
-        cache_salt=_cache_salt(request),
+        cache_salt=_cache_salt(request, tenant),
         echo=sampling.echo,
     )
     if request.dialect == "completions":
@@ -162,11 +166,11 @@ def _params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _cache_salt(request: Request) -> bytes:
+def _cache_salt(request: Request, tenant: str) -> bytes:
     salt = request.extra.get("cache_salt", "")
     if not isinstance(salt, str):
         raise InvalidRequest("cache_salt must be a string", param="cache_salt")
-    return salt.encode()
+    return f"{tenant}\0{salt}".encode()
 
 
 def _refuse_media(message: Message, index: int) -> None:

@@ -1,4 +1,4 @@
-"""URL spellings that clients really use, brought to one: with or without /v1, doubled or trailing slashes."""
+"""URL spellings that clients really use, brought to one: with or without /v1, spare slashes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ API_ROOTS = frozenset({"chat", "completions", "models", "embeddings", "responses
 
 
 def canonical_path(path: str) -> str:
-    """`//v1/v1/chat/completions/` -> `/v1/chat/completions`; paths outside the API lose only spare slashes."""
+    """`//chat/completions/` -> `/v1/chat/completions`; a doubled /v1 stays: a wrong base URL should show."""
     parts = [part for part in path.split("/") if part]
-    rest = parts
-    while rest and rest[0] == "v1":
-        rest = rest[1:]
+    rest = parts[1:] if parts[:1] == ["v1"] else parts
     if rest and rest[0] in API_ROOTS:
         return "/v1/" + "/".join(rest)
     return "/" + "/".join(parts)

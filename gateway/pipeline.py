@@ -83,7 +83,9 @@ class Pipeline:
             request = await self._filters.apply(request, context)
             chain = TransformChain.build(self._transforms, request, context)
             verbatim = chain is None and self._filters.keeps_body
-            events = self._dispatcher.stream(request, route, meter, verbatim)
+            events = self._dispatcher.stream(
+                request, route, meter, tenant=principal.name, verbatim=verbatim
+            )
             if chain is not None:
                 events = chain.stream(events)
             async with aclosing(events):

@@ -100,6 +100,9 @@ class Call:
     """One attempt at one target."""
 
     upstream_model: str  # the part of the target after "provider/"
+    tenant: str = (
+        ""  # the caller's name: tenants never share cached work unless a provider is told so
+    )
     verbatim: bool = False  # same dialect, and nothing needs to see content: answer in `Verbatim`
     attempt: int = 1
 

@@ -131,7 +131,8 @@ class Tidegate:
     def _child(self, name: str) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
         found = [c for c in children if c.is_running() and name in " ".join(_cmdline(c))]
-        assert found, f"no child process is called {name}"
+        if not found:
+            raise ProcessLookupError(f"no child process is called {name}")
         return found[0]
 
     def child_pid(self, name: str) -> int:

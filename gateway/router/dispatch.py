@@ -35,7 +35,13 @@ class Dispatcher:
         self._rng = rng
 
     async def stream(
-        self, request: Request, route: Route, meter: RequestMeter, verbatim: bool
+        self,
+        request: Request,
+        route: Route,
+        meter: RequestMeter,
+        *,
+        tenant: str,
+        verbatim: bool,
     ) -> AsyncGenerator[list[Event], None]:
         """Events of the first target that gives content.
 
@@ -46,9 +52,10 @@ class Dispatcher:
         for target in policy.choose(route):
             for attempt in range(1 + target.settings.max_retries):
                 meter.target_chosen(target.name)
+                call = Call(target.upstream_model, tenant, verbatim, attempt + 1)
                 started = False
                 try:
-                    tries = self._attempt(request, target, attempt + 1, verbatim)
+                    tries = self._attempt(request, target, call)
                     async with aclosing(tries) as events:
                         async for batch in events:
                             started = True
@@ -65,11 +72,10 @@ class Dispatcher:
         raise _for_client(last_error)
 
     async def _attempt(
-        self, request: Request, target: Target, number: int, verbatim: bool
+        self, request: Request, target: Target, call: Call
     ) -> AsyncGenerator[list[Event], None]:
         """One try at one target. What comes before content is held, so that a failure there stays unseen."""
-        same_dialect = request.dialect in target.provider.dialects
-        call = Call(target.upstream_model, verbatim and same_dialect, number)
+        call.verbatim &= request.dialect in target.provider.dialects
         held: list[Event] = []
         flowing = False
         async with self._queue.slot(target.settings.name, target.settings.max_parallel, request):

@@ -131,8 +131,13 @@ def test_top_logprobs_without_logprobs_ask_for_nothing() -> None:
 
 
 def test_the_class_and_the_cache_salt_reach_the_engine() -> None:
-    generate = to_generate(chat(klass="batch", extra={"cache_salt": "tenant"}))
-    assert (generate.klass, generate.cache_salt) == (RequestClass.BATCH, b"tenant")
+    generate = to_generate(chat(klass="batch", extra={"cache_salt": "mine"}))
+    assert (generate.klass, generate.cache_salt) == (RequestClass.BATCH, b"\0mine")
+
+
+def test_tenants_never_share_a_cache_salt() -> None:
+    salts = {to_generate(chat(), tenant).cache_salt for tenant in ("a", "b")}
+    assert len(salts) == 2
 
 
 def test_tools_go_to_the_template() -> None:

@@ -60,7 +60,13 @@ class Scene:
     async def run(self, take: int | None = None, verbatim: bool = False) -> list[Event]:
         request = Request(id="r", dialect="chat", model="m")
         out: list[Event] = []
-        stream = self.dispatcher.stream(request, self.route, self.meter, verbatim)  # type: ignore[arg-type]
+        stream = self.dispatcher.stream(
+            request,
+            self.route,
+            self.meter,
+            tenant="k",
+            verbatim=verbatim,  # type: ignore[arg-type]
+        )
         async with aclosing(stream) as events:
             async for batch in events:
                 out += batch
