@@ -22,14 +22,17 @@ class Script:
 APPEND_USAGE = Script(
     "append_usage",
     """
--- Append one batch of rows, once: a batch whose number the writer's cursor has reached is skipped.
--- KEYS: rows (stream), cursor (string). ARGV: batch number, cursor TTL in s, cap of the stream, rows...
--- Returns the number of rows appended.
-if tonumber(ARGV[1]) <= tonumber(redis.call('GET', KEYS[2]) or '0') then return 0 end
-for i = 4, #ARGV do
-    redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[3], '*', 'row', ARGV[i])
+-- Append one batch of rows, once: a batch that the writer's cursor has reached is skipped, and so is one that would
+-- leave a gap, for the store may have lost its last seconds in a crash. Returns the cursor (the last batch it has)
+-- and 1 where it took this one now.
+-- KEYS: rows (stream), cursor (string). ARGV: batch number, "1" = a gap before it is all right, cursor TTL in s,
+-- cap of the stream, rows...
+local number, cursor = tonumber(ARGV[1]), tonumber(redis.call('GET', KEYS[2]) or '0')
+if number <= cursor or (number > cursor + 1 and ARGV[2] ~= '1') then return {cursor, 0} end
+for i = 5, #ARGV do
+    redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[4], '*', 'row', ARGV[i])
 end
-redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
-return #ARGV - 3
+redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[3])
+return {number, 1}
 """,
 )

@@ -25,15 +25,24 @@ class UsageStream:
         self._rows_key = store.key(USAGE_ROWS)
         self._cursor_key = store.key(usage_cursor(uuid.uuid4().hex))
 
-    async def append(self, number: int, rows: Sequence[UsageRecord]) -> None:
-        """Write batch `number` (1, 2, ...) of this writer; a batch that is there already is not written again.
+    async def append(
+        self, number: int, rows: Sequence[UsageRecord], *, after_gap: bool = False
+    ) -> tuple[int, bool]:
+        """Write batch `number` (1, 2, ...) of this writer; one that is there already is not written again.
+
+        Returns the number of the last batch that the store has, and whether it took this one now. Less than `number`:
+        it lost some in a crash and did not take this one; send the lost ones first, or say `after_gap` where they are
+        not kept any more.
 
         Raises:
-            StoreUnavailable: it may or may not be there. Send the very same rows under the same number again, and no
-                later number before.
+            StoreUnavailable: it may or may not be there. Send the very same rows under the same number again.
         """
-        arguments = [number, USAGE_CURSOR_TTL_S, self._max_rows, *map(_encoder.encode, rows)]
-        await self._store.run(APPEND_USAGE, [self._rows_key, self._cursor_key], arguments)
+        head: list[int | bytes] = [number, int(after_gap), USAGE_CURSOR_TTL_S, self._max_rows]
+        arguments = [*head, *map(_encoder.encode, rows)]
+        stored, taken = await self._store.run(
+            APPEND_USAGE, [self._rows_key, self._cursor_key], arguments
+        )
+        return stored, bool(taken)
 
     async def read(self, after: str = "", count: int = 1000) -> list[tuple[str, UsageRecord]]:
         """Up to `count` rows in the order of writing, each with its id. `after`: the last id seen, "" for the start.

@@ -18,9 +18,10 @@ import pytest
 from cache.embedded import EmbeddedStore
 from cache.store import Store
 from cache.usage_stream import UsageStream
-from gateway.usage_writer import UsageWriter
+from gateway.usage_writer import KEEP_S, UsageWriter
 from plugins.events import Usage
 from plugins.interfaces import UsageRecord
+from plugins.testing import VirtualClock
 
 pytestmark = pytest.mark.anyio
 
@@ -151,3 +152,58 @@ async def test_rows_that_the_store_never_takes_are_reported_lost_at_shutdown(
     await store.aclose()
     assert writer.dropped == 1
     assert "usage: 1 rows were lost at shutdown" in caplog.text
+
+
+class ForgetfulStream:
+    """A store that a crash takes back to an earlier batch. Follows the script's rules."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, list[str]] = {}
+
+    async def append(
+        self, number: int, rows: list[UsageRecord], *, after_gap: bool = False
+    ) -> tuple[int, bool]:
+        cursor = max(self.batches, default=0)
+        if number <= cursor or (number > cursor + 1 and not after_gap):
+            return cursor, False
+        self.batches[number] = [r.request_id for r in rows]
+        return number, True
+
+    def ids(self) -> list[str]:
+        return [name for number in sorted(self.batches) for name in self.batches[number]]
+
+
+async def _written(writer: UsageWriter, *numbers: int) -> None:
+    for number in numbers:
+        writer.add(row(number))
+        await writer._write()
+
+
+async def test_what_a_crash_of_the_store_took_back_is_sent_again_in_order() -> None:
+    stream, clock = ForgetfulStream(), VirtualClock()
+    writer = UsageWriter(stream, clock=clock)  # type: ignore[arg-type]
+    await _written(writer, 1, 2, 3)
+    del stream.batches[2], stream.batches[3]
+    await _written(writer, 4)
+    assert stream.ids() == ["req_1", "req_2", "req_3", "req_4"]
+
+
+async def test_a_quiet_writer_notices_the_loss_too() -> None:
+    stream, clock = ForgetfulStream(), VirtualClock()
+    writer = UsageWriter(stream, clock=clock)  # type: ignore[arg-type]
+    await _written(writer, 1, 2)
+    stream.batches.clear()
+    await writer._write()
+    assert stream.ids() == ["req_1", "req_2"]
+
+
+async def test_what_is_surely_on_disk_is_not_kept() -> None:
+    stream, clock = ForgetfulStream(), VirtualClock()
+    writer = UsageWriter(stream, clock=clock)  # type: ignore[arg-type]
+    await _written(writer, 1, 2)
+    clock.now_s += KEEP_S
+    await writer._write()
+    assert not writer._kept
+    stream.batches.clear()  # FLUSHALL long after: nothing to send, and writing goes on
+    await _written(writer, 3)
+    assert stream.ids() == ["req_3"]
