@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import msgspec
-
 from plugins.errors import UpstreamUnavailable
 from plugins.events import Event, Finished, Request, Started, Verbatim
 from plugins.interfaces import Call
@@ -16,17 +14,18 @@ from plugins.providers.openai_calls import new_id
 from plugins.providers.openai_errors import ErrorReader, is_error
 from plugins.providers.openai_state import AnswerState
 from plugins.providers.openai_stream import StreamReader
-from plugins.providers.openai_usage import read_usage
 from plugins.providers.openai_verbatim import VerbatimLane
 from plugins.providers.openai_wire import (
     FINISH_REASONS,
     ODD,
     ChatAnswer,
+    Counts,
     TextAnswer,
     decode_chat_answer,
     decode_embeddings_answer,
     decode_text_answer,
     started_of,
+    usage_of,
 )
 
 _SSE_STARTS = (b"data", b"event", b"id", b"retry", b":")
@@ -105,8 +104,6 @@ class AnswerFormat:
             )
         except ODD:
             return None
-        if answer.error is not msgspec.UNSET:
-            return None
         finished = tuple(
             Finished(FINISH_REASONS[choice.finish_reason], choice.index)
             for choice in answer.choices
@@ -145,8 +142,9 @@ class AnswerFormat:
 
 
 def _verbatim(
-    started: Started, body: bytes, finished: tuple[Finished, ...], usage: Any
+    started: Started, body: bytes, finished: tuple[Finished, ...], usage: Counts | None
 ) -> list[Event]:
     events: list[Event] = [started, Verbatim(body, True, len(finished), finished)]
-    counted = read_usage(usage)
-    return events if counted is None else [*events, counted]
+    if usage is not None:
+        events.append(usage_of(usage))
+    return events

@@ -57,14 +57,15 @@ class VerbatimLane:
             chunk = self._decode(data)
         except ODD:
             return False
-        started = self._state.started
-        if chunk.error is not UNSET or (started is not None and not _continues(chunk, started)):
+        state = self._state
+        started = state.started
+        if started is not None and not _continues(chunk, started):
             return False
         choice = chunk.choices[0]
-        if not self._accept(choice, self._state):
+        if not self._accept(choice, state):
             return False
         if started is None:
-            self._started = self._state.started = started_of(chunk)
+            self._started = state.started = started_of(chunk)
         if b"\n" in data:  # JSON over several data lines: between tokens a blank is the same
             data = data.replace(b"\n", b" ")
         self._pieces += (b"data: ", data, b"\n\n")
@@ -106,6 +107,9 @@ def _accept_chat(choice: ChatChunkChoice, state: AnswerState) -> bool:
     """Whether this piece may follow what `state` has seen, byte for byte; if so, `state` knows it now."""
     delta = choice.delta
     known = state.choices.get(choice.index)
+    finishes = choice.finish_reason is not None
+    if known is not None and not (finishes or delta.tool_calls or known.finished):
+        return not known.high_surrogate  # a piece of text: nothing to note
     if known is None:
         if delta.role is None:  # a choice begins with its role: the other lane adds it
             return False
@@ -113,7 +117,6 @@ def _accept_chat(choice: ChatChunkChoice, state: AnswerState) -> bool:
         return False
     if delta.tool_calls is not None and not _accept_pieces(delta.tool_calls, known):
         return False
-    finishes = choice.finish_reason is not None
     if finishes and known is not None and not all(c.has_arguments for c in known.calls):
         return False  # a call without arguments still needs its "{}"
     known = state.choice(choice.index)

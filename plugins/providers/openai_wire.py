@@ -7,17 +7,19 @@ API reference, chat completions and completions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from plugins.events import FinishReason, Started
+from plugins.events import FinishReason, Started, Usage
 
 Text = Annotated[str, Meta(min_length=1)]
 ChatFinish = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
 TextFinish = Literal["stop", "length", "content_filter"]
 Index = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
+Never = Annotated[int, Meta(gt=0, lt=0)]  # no value fits: the key must not be there
 ODD = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 """What a strict decode raises for an answer that is not canonical."""
 
@@ -93,7 +95,7 @@ class Head(Struct, kw_only=True):
     model: Text
     system_fingerprint: str | None = None
     service_tier: str | None = None
-    error: Raw | UnsetType = UNSET
+    error: Never = 0
 
 
 class ChatChunk(Head, kw_only=True):
@@ -106,6 +108,26 @@ class TextChunk(Head, kw_only=True):
     object: Literal["text_completion"]
     choices: Annotated[list[TextChunkChoice], Meta(min_length=1, max_length=1)]
     usage: None = None
+
+
+class PromptDetails(Struct):
+    cached_tokens: Count | None = None
+    cache_write_tokens: Count | None = None
+
+
+class CompletionDetails(Struct):
+    reasoning_tokens: Count | None = None
+    accepted_prediction_tokens: Count | None = None
+    rejected_prediction_tokens: Count | None = None
+
+
+class Counts(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count = 0  # embeddings have none
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+    prompt_cache_hit_tokens: Count | None = None  # DeepSeek's place for cached tokens
+    cached_tokens: Count | None = None  # Moonshot's
 
 
 class Function(Struct):
@@ -141,19 +163,19 @@ class TextChoice(Struct):
 class ChatAnswer(Head, kw_only=True):
     object: Literal["chat.completion"]
     choices: Annotated[list[ChatChoice], Meta(min_length=1)]
-    usage: dict[str, Any] | None = None
+    usage: Counts | None = None
 
 
 class TextAnswer(Head, kw_only=True):
     object: Literal["text_completion"]
     choices: Annotated[list[TextChoice], Meta(min_length=1)]
-    usage: dict[str, Any] | None = None
+    usage: Counts | None = None
 
 
 class EmbeddingsAnswer(Struct):
     object: Literal["list"]
     data: Annotated[list[Raw], Meta(min_length=1)]
-    usage: dict[str, Any] | None = None
+    usage: Counts | None = None
 
 
 decode_chat_chunk = msgspec.json.Decoder(ChatChunk).decode
@@ -173,3 +195,17 @@ FINISH_REASONS: dict[str, FinishReason] = {
 
 def started_of(head: Head) -> Started:
     return Started(head.id, head.model, head.created, head.system_fingerprint, head.service_tier)
+
+
+def usage_of(counts: Counts) -> Usage:
+    prompt, completion = counts.prompt_tokens_details, counts.completion_tokens_details
+    cached = prompt and prompt.cached_tokens
+    return Usage(
+        counts.prompt_tokens,
+        counts.completion_tokens,
+        cached or counts.prompt_cache_hit_tokens or counts.cached_tokens or 0,
+        (prompt and prompt.cache_write_tokens) or 0,
+        (completion and completion.reasoning_tokens) or 0,
+        (completion and completion.accepted_prediction_tokens) or 0,
+        (completion and completion.rejected_prediction_tokens) or 0,
+    )

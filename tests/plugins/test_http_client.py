@@ -39,6 +39,12 @@ OK = answer("hello")
 DATA = Path(__file__).parent / "data"
 
 
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Both event loops: their transports differ in when they close, pause and report a broken connection."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
 @asynccontextmanager
 async def open_client(
     url: str, timeout: Timeout = PATIENT, **kwargs: Any

@@ -42,7 +42,7 @@ def answer_format(
 ) -> AnswerFormat:
     request = Request("req_1", dialect, "m", stream=stream, sampling=Sampling(**sampling))
     errors = ErrorReader("up", [Secret(KEY)], lambda: NOW)
-    return AnswerFormat("up", request, Call("up-model", verbatim), errors, lambda: NOW)
+    return AnswerFormat("up", request, Call("up-model", verbatim=verbatim), errors, lambda: NOW)
 
 
 def read_stream(

@@ -1,0 +1,579 @@
+"""The provider over real sockets: what goes out, what comes back, and what happens when the upstream misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from plugins.errors import GatewayError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
+from plugins.events import Event, Message, Request, Started, Text, Verbatim
+from plugins.interfaces import Call, ProviderSettings, Runtime, Timeout
+from plugins.manager import collect_parts
+from plugins.providers import openai_compatible
+from plugins.providers.openai_compatible import OpenAICompatible, OpenAICompatibleType
+from plugins.secrets import Secret
+from tests.plugins.fake_upstream import (
+    CUT,
+    HANG,
+    LAST_CHUNK,
+    RESET,
+    FakeUpstream,
+    Step,
+    answer,
+    head,
+    json_answer,
+    one_byte_writes,
+)
+from tests.plugins.fake_upstream import chunk as http_chunk
+from tests.plugins.openai_answers import DONE, HEL, HELLO, ROLE, USAGE, body, see, sse, usage_chunk
+
+pytestmark = pytest.mark.anyio
+KEY = "sk-upstream-secret"
+OK = json_answer(body({"content": "ok"}))
+NOW = 1_800_000_000.0
+
+
+@asynccontextmanager
+async def open_provider(base_url: str, **settings: Any) -> AsyncGenerator[OpenAICompatible, None]:
+    defaults: dict[str, Any] = {"name": "up", "type": "openai_compatible", "api_key": Secret(KEY)}
+    provider = OpenAICompatible(
+        ProviderSettings(base_url=base_url, **{**defaults, **settings}), wall_clock=lambda: NOW
+    )
+    await provider.start()
+    try:
+        yield provider
+    finally:
+        await provider.aclose()
+
+
+def chat(stream: bool = False, **fields: Any) -> Request:
+    document = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    return Request(
+        "req_1",
+        "chat",
+        "m",
+        messages=[Message("user", [Text("hi")])],
+        stream=stream,
+        body=msgspec.json.encode({**document, **fields}),
+    )
+
+
+VERBATIM, READ = Call("up-model", verbatim=True), Call("up-model")
+
+
+async def collect(
+    provider: OpenAICompatible, request: Request, call: Call = VERBATIM
+) -> list[Event]:
+    events: list[Event] = []
+    async with aclosing(provider.stream(request, call)) as batches:
+        async for batch in batches:
+            assert batch
+            events += batch
+    return events
+
+
+async def fail(provider: OpenAICompatible, request: Request) -> tuple[list[Event], UpstreamError]:
+    """What came before the failure, and the failure."""
+    events: list[Event] = []
+    with pytest.raises(UpstreamError) as caught:
+        async with aclosing(provider.stream(request, VERBATIM)) as batches:
+            async for batch in batches:
+                events += batch
+    return events, caught.value
+
+
+def stream_answer(*pieces: bytes, end: Step = LAST_CHUNK) -> list[Step]:
+    return [head(content_type="text/event-stream"), *[http_chunk(p) for p in pieces], end]
+
+
+# -- What goes out ----------------------------------------------------------------------------------
+
+
+async def sent(request: Request, call: Call = VERBATIM, **settings: Any) -> Any:
+    async with FakeUpstream(OK) as upstream:
+        async with open_provider(upstream.url, **settings) as provider:
+            await collect(provider, request, call)
+        return upstream.requests[0]
+
+
+async def test_the_request_carries_key_model_and_id() -> None:
+    received = await sent(chat(), headers={"X-Title": Secret("t")})
+    assert (received.method, received.target) == ("POST", "/v1/chat/completions")
+    assert received.headers["authorization"] == f"Bearer {KEY}"
+    assert received.headers["content-type"] == "application/json"
+    assert received.headers["accept-encoding"] == "identity"
+    assert received.headers["x-request-id"] == "req_1"
+    assert received.headers["x-title"] == "t"
+    assert received.json["model"] == "up-model"
+
+
+async def test_without_a_key_no_authorization_is_sent() -> None:
+    received = await sent(chat(), api_key=None)
+    assert "authorization" not in received.headers
+
+
+async def test_configured_headers_replace_ours() -> None:
+    received = await sent(chat(), headers={"authorization": Secret("Basic x")})
+    assert received.headers["authorization"] == "Basic x"
+
+
+async def test_a_request_id_that_could_break_the_header_is_not_sent() -> None:
+    request = chat()
+    request.id = "x\r\nevil: 1"
+    received = await sent(request)
+    assert "x-request-id" not in received.headers
+    assert "evil" not in received.headers
+
+
+async def test_a_slash_at_the_end_of_the_base_url_is_the_same() -> None:
+    async with FakeUpstream(OK) as upstream:
+        async with open_provider(upstream.url + "/") as provider:
+            await collect(provider, chat())
+        assert upstream.requests[0].target == "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "target"),
+    [
+        ("completions", "/v1/completions"),
+        ("embeddings", "/v1/embeddings"),
+        ("messages", "/v1/chat/completions"),
+        ("responses", "/v1/chat/completions"),
+    ],
+)
+async def test_each_dialect_has_its_path(dialect: Any, target: str) -> None:
+    async with FakeUpstream(answer("", 500)) as upstream, open_provider(upstream.url) as provider:
+        await fail(provider, Request("req_1", dialect, "m", prompts=["hi"], body=b"{}"))
+        assert upstream.requests[0].target == target
+
+
+async def test_a_request_that_was_changed_is_encoded_anew() -> None:
+    request = chat()
+    request.messages = [Message("user", [Text("changed")])]
+    received = await sent(request, READ)
+    assert received.json == {
+        "model": "up-model",
+        "messages": [{"role": "user", "content": "changed"}],
+    }
+
+
+# -- What comes back -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "bytes"])
+async def test_a_canonical_answer_passes_as_it_is(split: bool) -> None:
+    script = one_byte_writes(OK) if split else [OK]
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        seen = see(await collect(provider, chat()))
+    assert seen.bodies == [OK.partition(b"\r\n\r\n")[2]]
+    assert seen.usage is not None
+    assert seen.usage.prompt_tokens == USAGE["prompt_tokens"]
+
+
+STREAM = sse(*HELLO, usage_chunk(), DONE)
+STREAM_SCRIPTS: dict[str, list[Step]] = {
+    "chunked": stream_answer(STREAM),
+    "one byte each": [
+        head(content_type="text/event-stream"),
+        *one_byte_writes(http_chunk(STREAM)),
+        LAST_CHUNK,
+    ],
+    "charset": [
+        head(content_type="text/event-stream;charset=UTF-8"),
+        http_chunk(STREAM),
+        LAST_CHUNK,
+    ],
+    "no content type": [head(), http_chunk(STREAM), LAST_CHUNK],
+    "called json": [head(content_type="application/json"), http_chunk(STREAM), LAST_CHUNK],
+    "until close": [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n", STREAM, CUT],
+    "blanks first": stream_answer(b"\n\n", b"\n", STREAM),
+    "gzip": [
+        head(content_type="text/event-stream", content_encoding="gzip"),
+        http_chunk(gzip.compress(STREAM)),
+        LAST_CHUNK,
+    ],
+    "cut after done": stream_answer(STREAM, end=CUT),
+    "cut after usage": stream_answer(sse(*HELLO, usage_chunk()), end=CUT),
+    "hangs after done": stream_answer(STREAM, end=HANG),
+    "json body": [json_answer(body({"content": "Hello"}))],
+    "json body called a stream": [
+        answer(msgspec.json.encode(body({"content": "Hello"})), content_type="text/event-stream")
+    ],
+}
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("script", STREAM_SCRIPTS.values(), ids=STREAM_SCRIPTS)
+async def test_what_comes_decides_how_it_is_read(script: list[Step], asked: bool) -> None:
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        events = await collect(provider, chat(stream=asked), VERBATIM if asked else READ)
+    seen = see(events)
+    assert (seen.text, seen.finish) == ("Hello", {0: "stop"})
+    assert seen.usage is not None
+    assert (seen.usage.prompt_tokens, seen.usage.completion_tokens) == (5, 2)
+
+
+async def test_each_batch_is_handed_on_when_it_comes() -> None:
+    more = asyncio.Event()
+    script = [
+        *stream_answer(sse(ROLE, HEL))[:-1],
+        more,
+        http_chunk(sse(*HELLO[2:], DONE)),
+        LAST_CHUNK,
+    ]
+    async with (
+        FakeUpstream(script) as upstream,
+        open_provider(upstream.url) as provider,
+        aclosing(provider.stream(chat(stream=True), VERBATIM)) as batches,
+    ):
+        assert see(await anext(batches)).text == "Hel"
+        more.set()
+        assert isinstance((await anext(batches))[0], Verbatim)
+
+
+async def test_a_connection_is_used_again_after_a_stream() -> None:
+    async with FakeUpstream(stream_answer(STREAM)) as upstream:
+        async with open_provider(upstream.url) as provider:
+            for _ in range(3):
+                await collect(provider, chat(stream=True))
+                while provider.stats()["connections_idle"] == 0:
+                    await asyncio.sleep(0)
+        assert upstream.num_connections == 1
+
+
+async def test_the_answer_is_complete_when_only_its_end_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_compatible, "GRACE_S", 0.02)
+    script = stream_answer(sse(*HELLO), end=HANG)
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        seen = see(await collect(provider, chat(stream=True)))
+        assert (seen.text, seen.finish) == ("Hello", {0: "stop"})
+        await upstream.client_gone.wait()
+
+
+# -- Errors with a status --------------------------------------------------------------------------------
+
+
+def error(message: str, **fields: Any) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "x", "param": None, "code": None, **fields}}
+
+
+async def failure_of(script: bytes | list[Step], stream: bool = False) -> UpstreamError:
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        events, failure = await fail(provider, chat(stream=stream))
+        assert events == []
+        assert str(upstream.port) not in failure.message
+    assert KEY not in failure.message
+    return failure
+
+
+async def test_a_400_keeps_message_type_param_and_code() -> None:
+    fields = {"type": "invalid_request_error", "param": "temperature", "code": "unsupported_value"}
+    failure = await failure_of(json_answer(error("Unsupported value", **fields), 400))
+    assert (failure.status, failure.message) == (400, "Unsupported value")
+    assert (failure.type, failure.param, failure.code) == tuple(fields.values())
+    assert not failure.retryable
+
+
+@pytest.mark.parametrize("status", [404, 408, 429, 500, 503, 529])
+async def test_failures_of_one_target_may_be_tried_elsewhere(status: int) -> None:
+    failure = await failure_of(json_answer(error("no"), status), stream=True)
+    assert (failure.status, failure.message) == (status, "no")
+    assert failure.retryable
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refusal_of_our_key_shows_nothing_of_it(status: int) -> None:
+    text = "Incorrect API key provided: sk-up1****. See https://example.com/keys"
+    failure = await failure_of(json_answer(error(text, code="invalid_api_key"), status))
+    assert failure.status == status
+    assert "sk-" not in failure.message
+    assert failure.code == "upstream_refused"
+    assert failure.retryable
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"error": "plain text"}, "plain text"),
+        ({"message": "at the top", "code": 42}, "at the top"),
+        ({"detail": "not found"}, "not found"),
+        ({"detail": [{"msg": "field required", "loc": ["body"]}]}, "field required"),
+        ({"object": "error", "message": "vllm", "code": 400}, "vllm"),
+        ([{"error": {"message": "google", "code": 400}}], "google"),
+        ({"error": {"message": 7}}, "status 422"),
+        ({}, "status 422"),
+        (None, "status 422"),
+    ],
+)
+async def test_error_bodies_of_all_forms_are_read(document: Any, message: str) -> None:
+    failure = await failure_of(json_answer(document, 422))
+    assert failure.status == 422
+    assert message in failure.message
+    assert failure.code is None or isinstance(failure.code, str)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        answer("<html>Internal sk-upstream-secret</html>", 502, content_type="text/html"),
+        answer("", 502),
+        [b"HTTP/1.1 502 X\r\ncontent-length: 99\r\n\r\n{", CUT],
+        answer(b'{"error":' + b"[" * 100_000, 502),
+        answer(b" " * 1_000_000, 502),
+    ],
+    ids=["html", "empty", "cut", "deep", "huge"],
+)
+async def test_an_error_body_that_cannot_be_read_is_not_shown(script: Any) -> None:
+    failure = await failure_of(script)
+    assert (failure.status, failure.message) == (
+        502,
+        "provider up: answered with an error and status 502",
+    )
+
+
+async def test_an_error_body_that_does_not_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_compatible, "GRACE_S", 0.02)
+    failure = await failure_of([b"HTTP/1.1 503 X\r\ncontent-length: 99\r\n\r\n{", HANG])
+    assert failure.status == 503
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"bad key {KEY} given",
+        "bad key sk-proj-abc****wxyz given",
+        "bad key ****************1234 given",
+        "Bearer abc.def given",
+    ],
+)
+async def test_keys_in_an_error_text_are_blanked(text: str) -> None:
+    failure = await failure_of(json_answer(error(text), 400))
+    assert "***" in failure.message
+    assert not {"1234", "abc", "wxyz", "secret"} & set(failure.message.replace("*", " ").split())
+    assert failure.message.endswith("given")
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry_after": "17"}, 17.0),
+        ({"retry_after": "1.5"}, 1.5),
+        ({"retry_after_ms": "250", "retry_after": "9"}, 0.25),
+        ({"retry_after": "Fri, 15 Jan 2027 08:01:40 GMT"}, 100.0),
+        ({"retry_after": "Fri, 15 Jan 2027 07:00:00 GMT"}, 0.0),
+        ({"retry_after": "soon"}, None),
+        ({"retry_after": "-1"}, None),
+        ({"retry_after": "nan"}, None),
+        ({}, None),
+    ],
+)
+async def test_retry_after_is_kept_in_all_its_forms(
+    headers: dict[str, str], seconds: float | None
+) -> None:
+    failure = await failure_of(json_answer(error("slow down"), 429, **headers))
+    assert failure.retry_after_s == seconds
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    failure = await failure_of(answer("", 307, location="http://elsewhere.example/"))
+    assert isinstance(failure, UpstreamUnavailable)
+    assert failure.status == 502
+    assert "elsewhere" not in failure.message
+
+
+# -- 200, and yet a failure --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        (json_answer({"error": {"message": "Rate limit exceeded", "code": 429}}), 429),
+        (answer("<html>Sign in</html>", content_type="text/html"), 502),
+        (answer("upstream connect error", content_type="text/plain"), 502),
+        (answer(""), 502),
+        (answer("", 204), 502),
+        (answer("[]", content_type="application/json"), 502),
+        (stream_answer(sse({"error": {"message": "engine died", "code": 500}})), 500),
+        (stream_answer(sse(DONE)), 502),
+        (stream_answer(b": hb\n\n"), 502),
+    ],
+    ids=[
+        "error",
+        "html",
+        "text",
+        "empty",
+        "204",
+        "list",
+        "first-event",
+        "only-done",
+        "only-comments",
+    ],
+)
+async def test_a_200_without_an_answer_fails_before_anything_is_given(
+    script: Any, status: int, stream: bool
+) -> None:
+    failure = await failure_of(script, stream)
+    assert failure.status == status
+    assert failure.retryable
+    assert "<html" not in failure.message
+
+
+@pytest.mark.parametrize("end", [CUT, RESET, LAST_CHUNK], ids=["cut", "reset", "clean"])
+async def test_a_stream_that_breaks_gives_what_came_and_then_fails(end: Step) -> None:
+    script = stream_answer(sse(ROLE, HEL), end=end)
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        events, failure = await fail(provider, chat(stream=True))
+    seen = see(events)
+    assert (seen.text, seen.finish) == ("Hel", {})
+    assert isinstance(failure, UpstreamUnavailable)
+
+
+async def test_the_text_of_a_mid_stream_error_is_cleaned() -> None:
+    script = stream_answer(sse(ROLE, HEL, {"error": {"message": f'bad "q"\n\ndata: x {KEY}'}}))
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        _, failure = await fail(provider, chat(stream=True))
+    assert failure.message == 'bad "q"\n\ndata: x ***'
+
+
+# -- Silence, and leaving -------------------------------------------------------------------------------------
+
+
+def timeout(**seconds: float) -> Timeout:
+    return Timeout(**{"connect_s": 60, "first_token_s": 60, "idle_s": 60, "total_s": 60, **seconds})
+
+
+@pytest.mark.parametrize(
+    "script",
+    [[HANG], stream_answer(b": keep-alive\n\n", b": keep-alive\n\n", end=HANG)],
+    ids=["silent", "keep-alives"],
+)
+async def test_no_first_token_in_time_is_a_timeout(script: list[Step]) -> None:
+    limits = timeout(first_token_s=0.05)
+    async with (
+        FakeUpstream(script) as upstream,
+        open_provider(upstream.url, timeout=limits) as provider,
+    ):
+        events, failure = await fail(provider, chat(stream=True))
+        assert events == []
+        assert isinstance(failure, UpstreamTimeout)
+        await upstream.client_gone.wait()
+
+
+async def test_a_gap_in_a_stream_is_a_timeout_after_what_came() -> None:
+    script = stream_answer(sse(ROLE, HEL), end=HANG)
+    limits = timeout(idle_s=0.02)
+    async with (
+        FakeUpstream(script) as upstream,
+        open_provider(upstream.url, timeout=limits) as provider,
+    ):
+        events, failure = await fail(provider, chat(stream=True))
+    assert see(events).text == "Hel"
+    assert isinstance(failure, UpstreamTimeout)
+
+
+async def test_a_whole_answer_may_take_longer_than_a_first_token() -> None:
+    gate = asyncio.Event()
+    limits = timeout(first_token_s=0.01)
+    async with (
+        FakeUpstream([gate, OK]) as upstream,
+        open_provider(upstream.url, timeout=limits) as provider,
+    ):
+        task = asyncio.create_task(collect(provider, chat()))
+        await asyncio.sleep(0.05)
+        gate.set()
+        assert see(await task).bodies
+
+
+@pytest.mark.parametrize(
+    "script",
+    [[HANG], stream_answer(b": hb\n\n", end=HANG), stream_answer(sse(ROLE, HEL), end=HANG)],
+    ids=["before-head", "before-content", "middle"],
+)
+async def test_leaving_closes_the_upstream_connection(script: list[Step]) -> None:
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        task = asyncio.create_task(collect(provider, chat(stream=True)))
+        while not upstream.requests:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await upstream.client_gone.wait()
+        assert provider.stats()["connections_active"] == 0
+
+
+async def test_closing_the_generator_closes_the_upstream_connection() -> None:
+    script = stream_answer(sse(ROLE, HEL), end=HANG)
+    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
+        batches = provider.stream(chat(stream=True), VERBATIM)
+        assert isinstance((await anext(batches))[0], Started)
+        await batches.aclose()
+        await upstream.client_gone.wait()
+
+
+async def test_a_provider_that_is_not_started_says_so() -> None:
+    provider = OpenAICompatible(ProviderSettings("up", "openai_compatible", "http://127.0.0.1:1"))
+    assert not provider.ready()
+    with pytest.raises(UpstreamUnavailable, match="not started"):
+        await collect(provider, chat())
+
+
+# -- Configuration -----------------------------------------------------------------------------------------------
+
+
+def faults(**settings: Any) -> list[str]:
+    defaults: dict[str, Any] = {"base_url": "http://a/v1"}
+    return OpenAICompatibleType().check(
+        ProviderSettings("up", "openai_compatible", **{**defaults, **settings})
+    )
+
+
+def test_a_good_table_has_no_faults() -> None:
+    assert faults(api_key=Secret("k"), headers={"X-A": Secret("b")}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"base_url": ""}, "base_url: required"),
+        ({"base_url": "a.example/v1"}, "base_url: must begin with http:// or https://"),
+        (
+            {"base_url": "http://u:p@a/v1"},
+            "base_url: must not hold credentials; use api_key or headers",
+        ),
+        ({"headers": {"x y": Secret("1")}}, "headers.x y: not a header name"),
+        ({"headers": {"Host": Secret("1")}}, "headers.Host: is set by the gateway itself"),
+        ({"api_key": Secret("a\nb")}, "api_key: has a character that no header may carry"),
+    ],
+)
+def test_a_bad_table_is_refused_with_the_key_and_why(settings: Any, fault: str) -> None:
+    assert faults(**settings) == [fault]
+
+
+def test_no_fault_tells_a_secret() -> None:
+    text = "".join(faults(api_key=Secret("hush\n"), headers={"x": Secret("hush\0")}))
+    assert text
+    assert "hush" not in text
+
+
+def test_the_type_is_registered() -> None:
+    provider_type = collect_parts([], {}, Path()).provider_types["openai_compatible"]
+    assert provider_type.default_base_url == ""
+    built = provider_type.build(
+        ProviderSettings("up", "openai_compatible", "http://a"), Runtime(Path(), Path())
+    )
+    assert built.name == "up"
+    assert isinstance(UpstreamTimeout("x"), GatewayError)
