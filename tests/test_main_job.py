@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -217,13 +218,24 @@ def test_killing_the_store_stops_no_answer_and_loses_no_row(
     server: Tidegate, peer: Upstream
 ) -> None:
     peer.mode = "ok"
-    server.post("/v1/chat/completions", _chat("before", "remote"))
-    wait_until(lambda: server.rows(model="remote"), what="the row before")
-    before = len(server.rows())
+
+    def ask() -> str:
+        request = _chat("x", "remote")
+        answer = urllib.request.Request(
+            f"{server.url}/v1/chat/completions",
+            json.dumps(request).encode(),
+            {"content-type": "application/json", "authorization": "Bearer sk-test"},
+        )
+        with urllib.request.urlopen(answer, timeout=10) as reply:
+            return str(reply.headers["x-request-id"])
+
+    before = ask()
+    wait_until(lambda: server.rows(request_id=before), what="the row before")
     server.kill("valkey-server")
-    for _ in range(3):
-        assert server.post("/v1/chat/completions", _chat("during", "remote"))[0] == 200
-    wait_until(lambda: len(server.rows()) == before + 3, 20, "the rows, each once")
+    during = [ask() for _ in range(3)]
+    for request_id in (before, *during):
+        wait_until(lambda name=request_id: server.rows(request_id=name), 20, "the row")
+        assert len(server.rows(request_id=request_id)) == 1
 
 
 def test_every_request_of_this_module_left_exactly_one_row(server: Tidegate) -> None:
