@@ -120,7 +120,10 @@ class Tidegate:
 
     def _store_socket(self) -> str:
         sockets = [c.laddr for c in self._child("valkey-server").net_connections("unix") if c.laddr]
-        return next(path for path in sockets if path.endswith("store.sock"))
+        found = [path for path in sockets if path.endswith("store.sock")]
+        if not found:
+            raise ProcessLookupError("the store does not listen yet")
+        return found[0]
 
     def kill(self, name: str) -> int:
         """kill -9 the child whose command line holds `name`; its process id."""
