@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for a fault that is the user's to mend, said in one line each on stderr."""
     from gateway.config_faults import ConfigFaults  # noqa: PLC0415
 
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tidegate", description="One OpenAI-compatible endpoint for many models."
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from backend.options import EngineOptions
 from gateway import config_schema
 from gateway.cli import build_parser
 from plugins import errors, hookspecs
@@ -33,14 +34,23 @@ def _config_keys() -> list[str]:
     tables = {
         name: struct
         for name, struct in vars(config_schema).items()
-        if isinstance(struct, type) and name.endswith("Config") and hasattr(struct, "__struct_fields__")
+        if isinstance(struct, type)
+        and name.endswith("Config")
+        and hasattr(struct, "__struct_fields__")
     }
-    return sorted({key for struct in tables.values() for key in struct.__struct_fields__} - {"tables"})
+    return sorted(
+        {key for struct in tables.values() for key in struct.__struct_fields__} - {"tables"}
+    )
 
 
 @pytest.mark.parametrize("key", _config_keys())
 def test_every_config_key_is_on_the_configuration_page(key: str) -> None:
-    assert f"`{key}`" in PAGES["configuration.md"] or f".{key}`" in PAGES["configuration.md"]
+    assert re.search(rf"`[^`]*\b{key}\b[^`]*`", PAGES["configuration.md"])
+
+
+@pytest.mark.parametrize("key", EngineOptions.__struct_fields__)
+def test_every_key_of_the_engine_table_is_on_its_page(key: str) -> None:
+    assert f"`{key}`" in PAGES["engine.md"]
 
 
 def _error_classes() -> list[type[errors.GatewayError]]:
@@ -77,7 +87,7 @@ def test_every_tidegate_command_in_the_pages_parses() -> None:
 def test_every_make_target_in_the_pages_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for text in ALL_PAGES.values():
-        for target in re.findall(r"`?make ([a-z-]+)`?", text):
+        for target in re.findall(r"(?:`|\$ )make ([a-z-]+)", text):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
