@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from contextlib import aclosing
 
+import anyio
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth import Authenticator
@@ -23,7 +25,7 @@ from gateway.endpoints.asgi import (
 from gateway.endpoints.dialect import Endpoint
 from gateway.pipeline import Pipeline
 from gateway.streaming import STREAM_HEADERS
-from plugins.errors import GatewayError, MethodNotAllowed
+from plugins.errors import GatewayError, MethodNotAllowed, Overloaded
 from plugins.events import Request
 from plugins.interfaces import Principal
 
@@ -73,6 +75,10 @@ class InferenceEndpoint:
             await send_error(send, error, headers, self._dialect.error_body)
         except ClientGone:
             pass
+        except (
+            asyncio.CancelledError
+        ):  # the server stops and waits no longer; the stream has been told
+            log.warning("request %s was cut off by the shutdown", request_id)
         except Exception:
             log.exception("request %s failed inside the gateway", request_id)
             error = GatewayError("The gateway failed on this request.", code="internal_error")
@@ -115,6 +121,13 @@ class InferenceEndpoint:
                 if not started:
                     raise
                 tail = encoder.error(error)
+            except asyncio.CancelledError:
+                # The client left, and hears nothing; or the server stops: a cut stream would look like a whole one.
+                if started:
+                    stopping = Overloaded("The server is shutting down.", code="shutting_down")
+                    with anyio.CancelScope(shield=True):
+                        await send({"type": "http.response.body", "body": encoder.error(stopping)})
+                raise
         await send({"type": "http.response.body", "body": tail})
 
 
