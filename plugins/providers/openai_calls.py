@@ -29,6 +29,8 @@ def read_call(call: Json, choice: int, state: ChoiceState, events: list[Event]) 
     upstream_index = call.get("index")
     if isinstance(upstream_index, int):
         state.calls_by_upstream_index[upstream_index] = known
+    google = an_object(an_object(call.get("extra_content")).get("google"))
+    known.signature = a_text(google.get("thought_signature")) or known.signature
     arguments = json_text(function.get("arguments", function.get("input")))
     known.has_arguments = known.has_arguments or bool(arguments)
     if known.announced:
@@ -69,4 +71,5 @@ def _find_call(call: Json, name: str, state: ChoiceState) -> CallState | None:
 def _announce(call: CallState, choice: int, events: list[Event]) -> None:
     call.announced = True
     call.id = call.id or new_id("call_")
-    events.append(ToolCallDelta(call.index, choice, call.id, call.name, call.held_arguments))
+    arguments, signature = call.held_arguments, call.signature or None
+    events.append(ToolCallDelta(call.index, choice, call.id, call.name, arguments, signature))

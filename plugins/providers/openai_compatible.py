@@ -48,7 +48,8 @@ class OpenAICompatible:
         self._base_url = parse_base_url(settings.base_url)
         self._wall_clock = wall_clock
         self._headers = header_lines(_headers(settings))
-        hidden = [*settings.headers.values(), Secret(self._base_url.authority)]
+        hidden = [Secret(self._base_url.authority)]
+        hidden += [value for value in settings.headers.values() if len(value.reveal()) >= 8]
         if settings.api_key is not None:
             hidden.append(settings.api_key)
         self._errors = ErrorReader(self.name, hidden, wall_clock)

@@ -14,6 +14,7 @@ from plugins.providers.openai_calls import new_id
 from plugins.providers.openai_errors import ErrorReader, is_error
 from plugins.providers.openai_state import AnswerState
 from plugins.providers.openai_stream import StreamReader
+from plugins.providers.openai_text_lane import TextLane
 from plugins.providers.openai_verbatim import VerbatimLane
 from plugins.providers.openai_wire import (
     FINISH_REASONS,
@@ -70,7 +71,7 @@ class AnswerFormat:
             provider=self._provider,
             num_choices=request.sampling.n * max(1, len(request.prompts)),
             state=state,
-            lane=VerbatimLane(request.dialect, state) if verbatim else None,
+            lane=(VerbatimLane if verbatim else TextLane)(request.dialect, state),
             answer=self._answer_reader(state),
             errors=self._errors,
         )

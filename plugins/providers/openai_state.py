@@ -8,7 +8,7 @@ from plugins.events import Started, Usage
 class CallState:
     """One tool call. Nothing of it is shown before its name is known, for id and name come once and first."""
 
-    __slots__ = ("announced", "has_arguments", "held_arguments", "id", "index", "name")
+    __slots__ = ("announced", "has_arguments", "held_arguments", "id", "index", "name", "signature")
 
     def __init__(self, index: int, call_id: str = "", name: str = "") -> None:
         self.index = index  # as clients see it
@@ -17,6 +17,7 @@ class CallState:
         self.announced = False
         self.has_arguments = False
         self.held_arguments = ""
+        self.signature = ""  # Gemini's, which must come back with the call
 
 
 class ChoiceState:

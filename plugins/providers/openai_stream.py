@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from plugins.errors import UpstreamError, UpstreamUnavailable
 from plugins.events import Event, Json
 from plugins.providers.lenient_json import an_object, parse_json
 from plugins.providers.openai_answer import AnswerReader
 from plugins.providers.openai_errors import ErrorReader, is_error
 from plugins.providers.openai_state import AnswerState
-from plugins.providers.openai_verbatim import VerbatimLane
 from plugins.sse import EventTooLarge, SSEEvent, SSEParser
+
+
+class Lane(Protocol):
+    """A quick way for the common chunk: as bytes, or as a piece of text."""
+
+    def take(self, data: bytes) -> bool:
+        """Whether this chunk is read with this; if not, nothing has changed."""
+        ...
+
+    def flush(self, events: list[Event]) -> None:
+        """Hand over what was taken, before anything else is read."""
+        ...
 
 
 class StreamReader:
     """Feed it the body as it comes, until `done` or `failure`. What it returned before a failure still counts.
 
-    `done`: the answer is complete, nothing after it matters. `lane` None: every chunk becomes events.
+    `done`: the answer is complete, nothing after it matters.
     """
 
     def __init__(
@@ -24,7 +37,7 @@ class StreamReader:
         provider: str,
         num_choices: int,
         state: AnswerState,
-        lane: VerbatimLane | None,
+        lane: Lane,
         answer: AnswerReader,
         errors: ErrorReader,
     ) -> None:
@@ -64,15 +77,13 @@ class StreamReader:
         events: list[Event] = []
         lane = self._lane
         for event in sse_events:
-            if lane is not None:
-                if event.data[:1] == b"{" and event.event != "error" and lane.take(event.data):
-                    continue
-                lane.flush(events)
+            if event.data[:1] == b"{" and event.event != "error" and lane.take(event.data):
+                continue
+            lane.flush(events)
             events += self._read_odd(event)
             if self.done or self.failure is not None:
                 return events
-        if lane is not None:
-            lane.flush(events)
+        lane.flush(events)
         return events
 
     def _read_odd(self, event: SSEEvent) -> list[Event]:

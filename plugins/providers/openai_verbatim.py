@@ -60,7 +60,9 @@ class VerbatimLane:
         state = self._state
         started = state.started
         if started is not None and not _continues(chunk, started):
-            return False
+            data = _at_the_time_of(started, chunk, data)
+            if not data:
+                return False
         choice = chunk.choices[0]
         if not self._accept(choice, state):
             return False
@@ -101,6 +103,17 @@ def _continues(chunk: ChatChunk | TextChunk, started: Started) -> bool:
         and chunk.created == started.created_s
         and chunk.model == started.model
     )
+
+
+def _at_the_time_of(started: Started, chunk: ChatChunk | TextChunk, data: bytes) -> bytes:
+    """llama-server reads the clock for each chunk: the bytes with the first chunk's time; b"" where more differs."""
+    if chunk.id != started.id or chunk.model != started.model:
+        return b""
+    for key in (b'"created":', b'"created": '):
+        told = key + str(chunk.created).encode()
+        if data.count(told) == 1:
+            return data.replace(told, key + str(started.created_s).encode())
+    return b""
 
 
 def _accept_chat(choice: ChatChunkChoice, state: AnswerState) -> bool:

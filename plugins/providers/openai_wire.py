@@ -57,10 +57,10 @@ class Delta(Struct, gc=False):
     function_call: Raw | None = None
     audio: Raw | None = None
 
-    def has_content(self) -> bool:
+    def has_other_content(self) -> bool:
+        """Anything but text."""
         return bool(
-            self.content
-            or self.tool_calls
+            self.tool_calls
             or self.reasoning_content
             or self.reasoning
             or self.refusal
@@ -73,18 +73,29 @@ class ChatChunkChoice(Struct, gc=False):
     index: Index
     delta: Delta
     finish_reason: ChatFinish | None
+    logprobs: Raw | None = None
 
     def has_content(self) -> bool:
-        return bool(self.delta.content) or self.delta.has_content()
+        return bool(self.delta.content) or self.delta.has_other_content()
+
+    def plain_text(self) -> str:
+        """The text, if this piece holds nothing else."""
+        if self.finish_reason is not None or self.logprobs is not None:
+            return ""
+        return "" if self.delta.has_other_content() else self.delta.content or ""
 
 
 class TextChunkChoice(Struct, gc=False):
     index: Index
     text: str
     finish_reason: TextFinish | None
+    logprobs: Raw | None = None
 
     def has_content(self) -> bool:
         return bool(self.text)
+
+    def plain_text(self) -> str:
+        return self.text if self.finish_reason is None and self.logprobs is None else ""
 
 
 class Head(Struct, kw_only=True):

@@ -1,19 +1,18 @@
-"""The provider over real sockets: what goes out, what comes back, and what happens when the upstream misbehaves."""
+"""The provider over real sockets: what goes out, what comes back, and its configuration."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from plugins.errors import GatewayError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
-from plugins.events import Event, Message, Request, Started, Text, Verbatim
+from plugins.errors import UpstreamTimeout, UpstreamUnavailable
+from plugins.events import Message, Request, Started, Text, Verbatim
 from plugins.interfaces import Call, ProviderSettings, Runtime, Timeout
 from plugins.manager import collect_parts
 from plugins.providers import openai_compatible
@@ -23,7 +22,6 @@ from tests.plugins.fake_upstream import (
     CUT,
     HANG,
     LAST_CHUNK,
-    RESET,
     FakeUpstream,
     Step,
     answer,
@@ -33,67 +31,22 @@ from tests.plugins.fake_upstream import (
 )
 from tests.plugins.fake_upstream import chunk as http_chunk
 from tests.plugins.openai_answers import DONE, HEL, HELLO, ROLE, USAGE, body, see, sse, usage_chunk
+from tests.plugins.provider_use import (
+    KEY,
+    OK,
+    READ,
+    VERBATIM,
+    chat,
+    collect,
+    fail,
+    open_provider,
+    stream_answer,
+)
 
 pytestmark = pytest.mark.anyio
-KEY = "sk-upstream-secret"
-OK = json_answer(body({"content": "ok"}))
-NOW = 1_800_000_000.0
 
 
-@asynccontextmanager
-async def open_provider(base_url: str, **settings: Any) -> AsyncGenerator[OpenAICompatible, None]:
-    defaults: dict[str, Any] = {"name": "up", "type": "openai_compatible", "api_key": Secret(KEY)}
-    provider = OpenAICompatible(
-        ProviderSettings(base_url=base_url, **{**defaults, **settings}), wall_clock=lambda: NOW
-    )
-    await provider.start()
-    try:
-        yield provider
-    finally:
-        await provider.aclose()
-
-
-def chat(stream: bool = False, **fields: Any) -> Request:
-    document = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
-    return Request(
-        "req_1",
-        "chat",
-        "m",
-        messages=[Message("user", [Text("hi")])],
-        stream=stream,
-        body=msgspec.json.encode({**document, **fields}),
-    )
-
-
-VERBATIM, READ = Call("up-model", verbatim=True), Call("up-model")
-
-
-async def collect(
-    provider: OpenAICompatible, request: Request, call: Call = VERBATIM
-) -> list[Event]:
-    events: list[Event] = []
-    async with aclosing(provider.stream(request, call)) as batches:
-        async for batch in batches:
-            assert batch
-            events += batch
-    return events
-
-
-async def fail(provider: OpenAICompatible, request: Request) -> tuple[list[Event], UpstreamError]:
-    """What came before the failure, and the failure."""
-    events: list[Event] = []
-    with pytest.raises(UpstreamError) as caught:
-        async with aclosing(provider.stream(request, VERBATIM)) as batches:
-            async for batch in batches:
-                events += batch
-    return events, caught.value
-
-
-def stream_answer(*pieces: bytes, end: Step = LAST_CHUNK) -> list[Step]:
-    return [head(content_type="text/event-stream"), *[http_chunk(p) for p in pieces], end]
-
-
-# -- What goes out ----------------------------------------------------------------------------------
+# -- What goes out ---------------------------------------------------------------------------------
 
 
 async def sent(request: Request, call: Call = VERBATIM, **settings: Any) -> Any:
@@ -164,12 +117,12 @@ async def test_a_request_that_was_changed_is_encoded_anew() -> None:
     }
 
 
-# -- What comes back -----------------------------------------------------------------------------------
+# -- What comes back -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "bytes"])
 async def test_a_canonical_answer_passes_as_it_is(split: bool) -> None:
-    script = one_byte_writes(OK) if split else [OK]
+    script: list[Step] = one_byte_writes(OK) if split else [OK]
     async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
         seen = see(await collect(provider, chat()))
     assert seen.bodies == [OK.partition(b"\r\n\r\n")[2]]
@@ -259,195 +212,7 @@ async def test_the_answer_is_complete_when_only_its_end_is_missing(
         await upstream.client_gone.wait()
 
 
-# -- Errors with a status --------------------------------------------------------------------------------
-
-
-def error(message: str, **fields: Any) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "x", "param": None, "code": None, **fields}}
-
-
-async def failure_of(script: bytes | list[Step], stream: bool = False) -> UpstreamError:
-    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
-        events, failure = await fail(provider, chat(stream=stream))
-        assert events == []
-        assert str(upstream.port) not in failure.message
-    assert KEY not in failure.message
-    return failure
-
-
-async def test_a_400_keeps_message_type_param_and_code() -> None:
-    fields = {"type": "invalid_request_error", "param": "temperature", "code": "unsupported_value"}
-    failure = await failure_of(json_answer(error("Unsupported value", **fields), 400))
-    assert (failure.status, failure.message) == (400, "Unsupported value")
-    assert (failure.type, failure.param, failure.code) == tuple(fields.values())
-    assert not failure.retryable
-
-
-@pytest.mark.parametrize("status", [404, 408, 429, 500, 503, 529])
-async def test_failures_of_one_target_may_be_tried_elsewhere(status: int) -> None:
-    failure = await failure_of(json_answer(error("no"), status), stream=True)
-    assert (failure.status, failure.message) == (status, "no")
-    assert failure.retryable
-
-
-@pytest.mark.parametrize("status", [401, 403])
-async def test_a_refusal_of_our_key_shows_nothing_of_it(status: int) -> None:
-    text = "Incorrect API key provided: sk-up1****. See https://example.com/keys"
-    failure = await failure_of(json_answer(error(text, code="invalid_api_key"), status))
-    assert failure.status == status
-    assert "sk-" not in failure.message
-    assert failure.code == "upstream_refused"
-    assert failure.retryable
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({"error": "plain text"}, "plain text"),
-        ({"message": "at the top", "code": 42}, "at the top"),
-        ({"detail": "not found"}, "not found"),
-        ({"detail": [{"msg": "field required", "loc": ["body"]}]}, "field required"),
-        ({"object": "error", "message": "vllm", "code": 400}, "vllm"),
-        ([{"error": {"message": "google", "code": 400}}], "google"),
-        ({"error": {"message": 7}}, "status 422"),
-        ({}, "status 422"),
-        (None, "status 422"),
-    ],
-)
-async def test_error_bodies_of_all_forms_are_read(document: Any, message: str) -> None:
-    failure = await failure_of(json_answer(document, 422))
-    assert failure.status == 422
-    assert message in failure.message
-    assert failure.code is None or isinstance(failure.code, str)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        answer("<html>Internal sk-upstream-secret</html>", 502, content_type="text/html"),
-        answer("", 502),
-        [b"HTTP/1.1 502 X\r\ncontent-length: 99\r\n\r\n{", CUT],
-        answer(b'{"error":' + b"[" * 100_000, 502),
-        answer(b" " * 1_000_000, 502),
-    ],
-    ids=["html", "empty", "cut", "deep", "huge"],
-)
-async def test_an_error_body_that_cannot_be_read_is_not_shown(script: Any) -> None:
-    failure = await failure_of(script)
-    assert (failure.status, failure.message) == (
-        502,
-        "provider up: answered with an error and status 502",
-    )
-
-
-async def test_an_error_body_that_does_not_end_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(openai_compatible, "GRACE_S", 0.02)
-    failure = await failure_of([b"HTTP/1.1 503 X\r\ncontent-length: 99\r\n\r\n{", HANG])
-    assert failure.status == 503
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"bad key {KEY} given",
-        "bad key sk-proj-abc****wxyz given",
-        "bad key ****************1234 given",
-        "Bearer abc.def given",
-    ],
-)
-async def test_keys_in_an_error_text_are_blanked(text: str) -> None:
-    failure = await failure_of(json_answer(error(text), 400))
-    assert "***" in failure.message
-    assert not {"1234", "abc", "wxyz", "secret"} & set(failure.message.replace("*", " ").split())
-    assert failure.message.endswith("given")
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({"retry_after": "17"}, 17.0),
-        ({"retry_after": "1.5"}, 1.5),
-        ({"retry_after_ms": "250", "retry_after": "9"}, 0.25),
-        ({"retry_after": "Fri, 15 Jan 2027 08:01:40 GMT"}, 100.0),
-        ({"retry_after": "Fri, 15 Jan 2027 07:00:00 GMT"}, 0.0),
-        ({"retry_after": "soon"}, None),
-        ({"retry_after": "-1"}, None),
-        ({"retry_after": "nan"}, None),
-        ({}, None),
-    ],
-)
-async def test_retry_after_is_kept_in_all_its_forms(
-    headers: dict[str, str], seconds: float | None
-) -> None:
-    failure = await failure_of(json_answer(error("slow down"), 429, **headers))
-    assert failure.retry_after_s == seconds
-
-
-async def test_a_redirect_is_not_followed() -> None:
-    failure = await failure_of(answer("", 307, location="http://elsewhere.example/"))
-    assert isinstance(failure, UpstreamUnavailable)
-    assert failure.status == 502
-    assert "elsewhere" not in failure.message
-
-
-# -- 200, and yet a failure --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize(
-    ("script", "status"),
-    [
-        (json_answer({"error": {"message": "Rate limit exceeded", "code": 429}}), 429),
-        (answer("<html>Sign in</html>", content_type="text/html"), 502),
-        (answer("upstream connect error", content_type="text/plain"), 502),
-        (answer(""), 502),
-        (answer("", 204), 502),
-        (answer("[]", content_type="application/json"), 502),
-        (stream_answer(sse({"error": {"message": "engine died", "code": 500}})), 500),
-        (stream_answer(sse(DONE)), 502),
-        (stream_answer(b": hb\n\n"), 502),
-    ],
-    ids=[
-        "error",
-        "html",
-        "text",
-        "empty",
-        "204",
-        "list",
-        "first-event",
-        "only-done",
-        "only-comments",
-    ],
-)
-async def test_a_200_without_an_answer_fails_before_anything_is_given(
-    script: Any, status: int, stream: bool
-) -> None:
-    failure = await failure_of(script, stream)
-    assert failure.status == status
-    assert failure.retryable
-    assert "<html" not in failure.message
-
-
-@pytest.mark.parametrize("end", [CUT, RESET, LAST_CHUNK], ids=["cut", "reset", "clean"])
-async def test_a_stream_that_breaks_gives_what_came_and_then_fails(end: Step) -> None:
-    script = stream_answer(sse(ROLE, HEL), end=end)
-    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
-        events, failure = await fail(provider, chat(stream=True))
-    seen = see(events)
-    assert (seen.text, seen.finish) == ("Hel", {})
-    assert isinstance(failure, UpstreamUnavailable)
-
-
-async def test_the_text_of_a_mid_stream_error_is_cleaned() -> None:
-    script = stream_answer(sse(ROLE, HEL, {"error": {"message": f'bad "q"\n\ndata: x {KEY}'}}))
-    async with FakeUpstream(script) as upstream, open_provider(upstream.url) as provider:
-        _, failure = await fail(provider, chat(stream=True))
-    assert failure.message == 'bad "q"\n\ndata: x ***'
-
-
-# -- Silence, and leaving -------------------------------------------------------------------------------------
+# -- Silence, and leaving --------------------------------------------------------------------------
 
 
 def timeout(**seconds: float) -> Timeout:
@@ -531,7 +296,7 @@ async def test_a_provider_that_is_not_started_says_so() -> None:
         await collect(provider, chat())
 
 
-# -- Configuration -----------------------------------------------------------------------------------------------
+# -- Configuration ---------------------------------------------------------------------------------
 
 
 def faults(**settings: Any) -> list[str]:
@@ -576,4 +341,3 @@ def test_the_type_is_registered() -> None:
         ProviderSettings("up", "openai_compatible", "http://a"), Runtime(Path(), Path())
     )
     assert built.name == "up"
-    assert isinstance(UpstreamTimeout("x"), GatewayError)

@@ -42,7 +42,7 @@ def encode_message(*parts: Any, role: Any = "user", dialect: Any = "chat") -> An
     return encode(dialect, messages=[Message(role, [*parts])])["messages"]
 
 
-# -- The client's own body ----------------------------------------------------------------------------
+# -- The client's own body -------------------------------------------------------------------------
 
 
 def test_only_the_model_changes() -> None:
@@ -111,7 +111,7 @@ def test_without_a_stream_there_are_no_stream_options() -> None:
     assert rewrite(body) == {"model": "up-model", "stream": False}
 
 
-# -- Encoded from our vocabulary ------------------------------------------------------------------------
+# -- Encoded from our vocabulary -------------------------------------------------------------------
 
 
 def test_an_empty_request_sends_no_defaults() -> None:
@@ -180,7 +180,7 @@ def test_fields_without_a_word_of_ours_go_to_their_own_dialect_only() -> None:
     assert encode("messages", extra=extra) == {"model": "up", "messages": []}
 
 
-# -- Messages ---------------------------------------------------------------------------------------------
+# -- Messages --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user"])
@@ -295,7 +295,7 @@ def test_images_of_a_result_are_shown_by_the_user() -> None:
     ]
 
 
-# -- Tools and formats -----------------------------------------------------------------------------------------
+# -- Tools and formats -----------------------------------------------------------------------------
 
 TOOLS = [
     Tool("f", "does f", {"type": "object"}, strict=True),
