@@ -74,7 +74,7 @@ class UsageWriter:
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
-    async def aclose(self, timeout_s: float = 5.0) -> None:
+    async def aclose(self, timeout_s: float = 2.0) -> None:
         """Write what waits; what the store does not take in time is dropped, and the log says how much."""
         if self._task is not None:
             self._task.cancel()  # a batch on the wire may arrive: it keeps its number and is sent again
