@@ -144,7 +144,8 @@ def _cost_tokens(generate: Generate) -> int:
         num_chars, num_prompts = sum(len(m["content"]) for m in generate.messages), 1
     else:
         num_chars, num_prompts = sum(map(len, generate.prompts)), len(generate.prompts)
-    num_output = (generate.params.max_tokens or UNKNOWN_OUTPUT_TOKENS) * generate.n * num_prompts
+    num_rows = generate.rows_per_prompt * num_prompts
+    num_output = (generate.params.max_tokens or UNKNOWN_OUTPUT_TOKENS) * num_rows
     return num_chars // CHARS_PER_TOKEN + num_output
 
 

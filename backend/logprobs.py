@@ -21,6 +21,7 @@ class LogprobGate:
     """Of one choice. Offsets count characters of its text, echoed prompt included."""
 
     tokenizer: TokenText
+    echo: str | None = None  # the prompt's text, which is shown before the first token's
     offset: int = 0  # where the next token begins
     num_shown: int = 0  # characters that have left
     _held: list[tuple[int, Logprob]] = field(default_factory=list["tuple[int, Logprob]"])
@@ -29,7 +30,9 @@ class LogprobGate:
     )
 
     def pass_through(self, output: StepOutput) -> list[Logprob]:
-        """The entries that belong to the text shown so far, this step's included."""
+        """The entries that belong to the text shown so far, this step's and the echo included."""
+        if self.echo is not None:
+            self._echo_prompt(self.echo, output)
         for entry in output.logprobs:
             logprob = self._convert(entry)
             self.offset += len(self._decoder.decode(logprob.data))
@@ -41,6 +44,17 @@ class LogprobGate:
         ready = [logprob for end, logprob in self._held if end <= self.num_shown]
         del self._held[: len(ready)]
         return ready
+
+    def _echo_prompt(self, text: str, output: StepOutput) -> None:
+        """Hold an entry for each prompt token. A special token takes room only where the text spells it."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        for entry in output.prompt_logprobs:
+            logprob = self._convert(entry)
+            spelt = not logprob.data and text.startswith(logprob.token, self.offset)
+            self.offset += len(logprob.token if spelt else decode(logprob.data))
+            self._held.append((0, logprob))
+        self.offset = self.num_shown = len(text)
+        self.echo = None
 
     def _convert(self, entry: TokenLogprob) -> Logprob:
         text, data = self._spell(entry.token_id)

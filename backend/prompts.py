@@ -94,12 +94,12 @@ class PromptReader:
         else:
             if not request.prompts:
                 raise Refused("prompt is empty: it needs at least one text", "prompt")
-            prompts = [self._completion(prompt) for prompt in request.prompts]
-        if len(prompts) * request.n > MAX_ROWS:
-            message = (
-                f"{len(prompts)} prompts of {request.n} choices; the limit is {MAX_ROWS} in all"
-            )
-            raise Refused(message, "n")
+            min_output = int(request.params.max_tokens != 0)
+            prompts = [self._completion(prompt, min_output) for prompt in request.prompts]
+        rows = request.rows_per_prompt
+        if len(prompts) * rows > MAX_ROWS:
+            message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
+            raise Refused(message, "n" if rows == request.n else "best_of")
         return prompts
 
     def _chat(self, request: Generate) -> Prompt:
@@ -129,18 +129,21 @@ class PromptReader:
             for message in messages
         ]
 
-    def _completion(self, prompt: str | list[int]) -> Prompt:
+    def _completion(self, prompt: str | list[int], min_output: int) -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(self._encode(prompt, "prompt", add_special=True), prompt)
+            token_ids = self._encode(prompt, "prompt", add_special=True, min_output=min_output)
+            return Prompt(token_ids, prompt)
         try:
             check_token_ids(prompt, "prompt", self.vocab_size)
         except InvalidGeneration as exc:
             raise Refused(exc.message, "prompt") from exc
-        self._check_length(len(prompt), "prompt")
+        self._check_length(len(prompt), "prompt", min_output)
         text = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace")
         return Prompt(prompt, text)
 
-    def _encode(self, text: str, param: str, *, add_special: bool) -> list[int]:
+    def _encode(
+        self, text: str, param: str, *, add_special: bool, min_output: int = 1
+    ) -> list[int]:
         if len(text) > self._max_chars:
             raise Refused(
                 f"This model's maximum context length is {self.max_model_len} tokens. However,"
@@ -150,11 +153,11 @@ class PromptReader:
                 "context_length_exceeded",
             )
         token_ids = self.tokenizer.encode(text, add_special=add_special)
-        self._check_length(len(token_ids), param)
+        self._check_length(len(token_ids), param, min_output)
         return token_ids
 
-    def _check_length(self, num_tokens: int, param: str) -> None:
-        if num_tokens >= self.max_model_len:
+    def _check_length(self, num_tokens: int, param: str, min_output: int) -> None:
+        if num_tokens + min_output > self.max_model_len:
             raise Refused(
                 f"This model's maximum context length is {self.max_model_len} tokens. However,"
                 f" your {param} resulted in {num_tokens} tokens, which leaves no room for an"
@@ -165,16 +168,18 @@ class PromptReader:
 
 
 def make_rows(request: Generate, prompts: list[Prompt], row_prefix: str) -> list[GenerationRequest]:
-    """One engine request for each choice. With a seed, choice k of a prompt draws with seed + k."""
+    """One engine request for each choice, or candidate. With a seed, number k of a prompt draws with seed + k."""
     rows: list[GenerationRequest] = []
+    ranked = request.best_of > request.n and request.params.logprobs is None
+    first = msgspec.structs.replace(request.params, logprobs=0) if ranked else request.params
     for i, prompt in enumerate(prompts):
-        for k in range(request.n):
-            params = request.params
+        for k in range(request.rows_per_prompt):
+            params = first
             if k and params.seed is not None:
                 params = msgspec.structs.replace(params, seed=_wrap(params.seed + k))
             rows.append(
                 GenerationRequest(
-                    f"{row_prefix}{i * request.n + k}",
+                    f"{row_prefix}{i * request.rows_per_prompt + k}",
                     prompt.token_ids,
                     params,
                     request.klass,

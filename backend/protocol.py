@@ -33,7 +33,7 @@ class Hello(msgspec.Struct, tag="hello"):
 class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     """One request. `messages` go through the chat template, `prompts` do not; `n` choices for each prompt.
 
-    Choice `index = prompt index * n + k`.
+    Choice `index = prompt index * n + k`. With `best_of` above `n` so many are generated and the best `n` sent, whole.
     """
 
     request_id: int
@@ -44,9 +44,14 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     continue_final_message: bool = False
     n: int = 1
+    best_of: int = 0  # 0: n
     klass: RequestClass = RequestClass.STANDARD
     cache_salt: bytes = b""
     echo: bool = False
+
+    @property
+    def rows_per_prompt(self) -> int:
+        return max(self.n, self.best_of)
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -91,7 +96,7 @@ class TopLogprob(msgspec.Struct, array_like=True):
 class Logprob(msgspec.Struct, array_like=True):
     token: str
     data: bytes
-    logprob: float
+    logprob: float  # NaN: the first token of an echoed prompt
     top: list[TopLogprob]
     text_offset: int  # where the token begins in the choice's text, in characters
 

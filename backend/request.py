@@ -53,6 +53,7 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
         0,  # set by the connection it goes out on
         _params(sampling),
         n=sampling.n,
+        best_of=sampling.best_of or 0,
         klass=RequestClass[request.klass.upper()],
         cache_salt=_cache_salt(request, tenant),
         echo=sampling.echo,
@@ -162,8 +163,16 @@ def _params(sampling: Sampling) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         logit_bias=sampling.logit_bias or None,
         logprobs=sampling.top_logprobs if sampling.logprobs else None,
+        prompt_logprobs=_prompt_logprobs(sampling),
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _prompt_logprobs(sampling: Sampling) -> int | None:
+    """`echo` with max_tokens 0 computes the prompt and nothing more, even when nobody asks for its logprobs."""
+    if sampling.prompt_logprobs or (sampling.echo and sampling.logprobs):
+        return sampling.top_logprobs
+    return 0 if sampling.echo and sampling.max_tokens == 0 else None
 
 
 def _cache_salt(request: Request, tenant: str) -> bytes:
@@ -191,15 +200,27 @@ def _refuse(request: Request) -> None:
         raise _unsupported("response_format", f"type {form.kind} is not built yet; use text")
     if choice is not None and _must_call(choice.mode, choice.allowed_mode):
         raise _unsupported("tool_choice", "forcing a call is not built yet; use auto or none")
-    if sampling.best_of is not None and sampling.best_of > sampling.n:
-        raise _unsupported("best_of", f"{sampling.best_of} with n = {sampling.n}; use best_of = n")
-    if sampling.prompt_logprobs or (sampling.echo and sampling.logprobs):
-        raise _unsupported(
-            "logprobs", "of the prompt (with echo) are not built yet; leave out echo or logprobs"
-        )
+    _check_best_of(request)
+    if sampling.prompt_logprobs and not sampling.echo:
+        raise _unsupported("prompt_logprobs", "come with the prompt's text; set echo to true")
+    if sampling.max_tokens == 0 and not sampling.echo:
+        message = "max_tokens must be at least 1, got 0; only with echo may it be 0"
+        raise InvalidRequest(message, param="max_tokens")
     for name in _REFUSED_FIELDS:
         if request.extra.get(name):
             raise _unsupported(name, "is not supported by this model")
+
+
+def _check_best_of(request: Request) -> None:
+    n, best_of = request.sampling.n, request.sampling.best_of
+    if best_of is None or best_of == n:
+        return
+    if not n <= best_of <= MAX_CHOICES:
+        message = f"best_of must be between n, which is {n}, and {MAX_CHOICES}, got {best_of}"
+        raise InvalidRequest(message, param="best_of")
+    if request.stream:
+        message = "best_of above n cannot stream: which choices are best shows at their end"
+        raise InvalidRequest(message, param="best_of")
 
 
 def _must_call(mode: str, allowed_mode: str) -> bool:

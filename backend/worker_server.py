@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from backend.best_of import BestOf
 from backend.engine.params import EngineStats, InvalidGeneration, StepOutput
 from backend.engine_thread import Engine, EngineThread
 from backend.logprobs import LogprobGate
@@ -74,10 +75,14 @@ class WorkerServer:
 
     def admit(self, request: LiveRequest, prompts: list[Prompt], row_prefix: str) -> None:
         """Hand the rows to the engine. Their choices are known before the first step can report them."""
-        message, rows = request.message, make_rows(request.message, prompts, row_prefix)
+        rows = make_rows(request.message, prompts, row_prefix)
+        per_prompt = request.message.rows_per_prompt
+        rankings = [_ranking(request.message, i) for i in range(len(prompts))]
         for index, row in enumerate(rows):
-            gate = self._new_gate(message, prompts[index // message.n])
-            request.choices[row.request_id] = Choice(request, index, gate)
+            i = index // per_prompt
+            echo = prompts[i].text if request.message.echo else None
+            gate = self._new_gate(request.message, echo)
+            request.choices[row.request_id] = Choice(request, index, gate, echo or "", rankings[i])
         self._choices |= request.choices
         self.engine_thread.add(
             rows, lambda refusal: self.hand_over(self._added, request, prompts, refusal)
@@ -90,11 +95,10 @@ class WorkerServer:
             self.engine_thread.abort(list(request.choices))
             request.choices.clear()
 
-    def _new_gate(self, message: Generate, prompt: Prompt) -> LogprobGate | None:
+    def _new_gate(self, message: Generate, echo: str | None) -> LogprobGate | None:
         if message.params.logprobs is None:
             return None
-        start = len(prompt.text) if message.echo else 0
-        return LogprobGate(self.reader.tokenizer, offset=start, num_shown=start)
+        return LogprobGate(self.reader.tokenizer, echo)
 
     def _added(
         self, request: LiveRequest, prompts: list[Prompt], refusal: InvalidGeneration | None
@@ -109,8 +113,6 @@ class WorkerServer:
             session.reject(request, Refused(refusal.message, refusal.param, refusal.code))
             return
         session.send(Accepted(message.request_id, sum(len(p.token_ids) for p in prompts)))
-        if message.echo:
-            session.send(Deltas(_echo(message, prompts)))
 
     def _send_outputs(self, outputs: list[StepOutput]) -> None:
         """One frame for each gateway process, however many of its streams moved."""
@@ -119,9 +121,12 @@ class WorkerServer:
             choice = self._choices.get(output.request_id)
             if choice is None:
                 continue  # aborted while the step ran
-            delta = _delta(choice, output)
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
-                frames.setdefault(choice.request.session, []).append(delta)
+            deltas = [_delta(choice, output)]
+            if choice.ranking is not None:
+                deltas = choice.ranking.pass_through(deltas[0], output.mean_logprob)
+            for delta in deltas:
+                if delta.text or delta.logprobs or delta.finish_reason is not None:
+                    frames.setdefault(choice.request.session, []).append(delta)
             if output.finish_reason is not None:
                 self._forget(choice, output.request_id)
         for session, deltas in frames.items():
@@ -139,11 +144,19 @@ class WorkerServer:
             session.send(self._stats)
 
 
+def _ranking(message: Generate, prompt_index: int) -> BestOf | None:
+    if message.rows_per_prompt == message.n:
+        return None
+    show_logprobs = message.params.logprobs is not None
+    return BestOf(message.best_of, message.n, prompt_index * message.n, show_logprobs)
+
+
 def _delta(choice: Choice, output: StepOutput) -> Delta:
+    echo, choice.echo = choice.echo, ""
     return Delta(
         choice.request.message.request_id,
         choice.index,
-        output.text,
+        echo + output.text,
         output.num_output_tokens,
         output.num_cached_tokens,
         choice.gate.pass_through(output) if choice.gate is not None else [],
@@ -151,14 +164,6 @@ def _delta(choice: Choice, output: StepOutput) -> Delta:
         output.stop_reason,
         output.error,
     )
-
-
-def _echo(message: Generate, prompts: list[Prompt]) -> list[Delta]:
-    return [
-        Delta(message.request_id, i * message.n + k, prompt.text, 0, 0)
-        for i, prompt in enumerate(prompts)
-        for k in range(message.n)
-    ]
 
 
 def _stats_message(stats: EngineStats) -> Stats:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from backend.best_of import BestOf
 from backend.logprobs import LogprobGate
 from backend.prompts import Prompt, PromptReader, Refused
 from backend.protocol import (
@@ -43,8 +44,10 @@ class LiveRequest:
 @dataclass(slots=True, eq=False)
 class Choice:
     request: LiveRequest
-    index: int
+    index: int  # of its candidate, where there are more than are shown
     gate: LogprobGate | None
+    echo: str = ""  # the prompt's text, until it has left with the first output
+    ranking: BestOf | None = None
 
 
 class Session(asyncio.Protocol):

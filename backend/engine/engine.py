@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+import numpy as np
 
 from backend.engine.block_pool import BlockPool, root_digest
 from backend.engine.config import EngineConfig, kv_cache_blocks
@@ -14,21 +17,23 @@ from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
 from backend.engine.params import (
     EngineStats,
-    FinishReason,
     GenerationRequest,
     InvalidGeneration,
     StepOutput,
+    TokenLogprob,
     check_params,
     check_token_ids,
 )
-from backend.engine.request import EngineRequest
+from backend.engine.progress import append_token, new_output, score_prompt
+from backend.engine.request import EngineRequest, Rows
 from backend.engine.runner import ModelRunner
-from backend.engine.sampler import Draw, Sampler
-from backend.engine.scheduler import Scheduled, Scheduler
+from backend.engine.sampler import Sampler
+from backend.engine.scheduler import Scheduler
 from backend.models.batch import Model
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
+NOT_NUMBERS = "the model's logits are not numbers"
 logger = logging.getLogger(__name__)
 
 
@@ -93,7 +98,9 @@ class LLMEngine:
             arrival_s=self._clock(),
             token_ids=list(request.prompt_ids),
             num_prompt_tokens=num_prompt_tokens,
-            max_output_tokens=params.max_tokens or self.max_model_len - num_prompt_tokens,
+            max_output_tokens=self.max_model_len - num_prompt_tokens
+            if params.max_tokens is None
+            else params.max_tokens,
             seed=seed & MASK64,
             root=root_digest(self._model.fingerprint, request.cache_salt, self._config.block_size),
             detokenizer=Detokenizer(params.stop),
@@ -101,6 +108,8 @@ class LLMEngine:
             if LogitRules.needed(params)
             else None,
         )
+        if params.prompt_logprobs is not None:
+            engine_request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], math.nan))
         self._num_arrivals += 1
         self._requests[request.request_id] = engine_request
         self._scheduler.add(engine_request)
@@ -121,19 +130,20 @@ class LLMEngine:
         if not scheduled:
             return []
         self._totals["steps"] += 1
+        rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
-            sampled, logits = self._runner.run(scheduled)
-            draws = self._sampler.sample(logits[:, : self.vocab_size], sampled)
+            logits = self._runner.run(rows)[:, : self.vocab_size]
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
             return [self._fail(request, f"the model failed: {exc}") for request, _ in scheduled]
-        self._record_computed(scheduled, sampled, draws)
-        return [
-            self._fail(request, "the model's logits are not numbers")
-            if draw is None
-            else self._advance(request, draw)
-            for request, draw in zip(sampled, draws, strict=True)
-        ]
+        outputs: list[StepOutput] = []
+        end = 0
+        for request_rows in rows:
+            start, end = end, end + request_rows.num_logits
+            output = self._advance(request_rows, logits[start:end])
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
     def stats(self) -> EngineStats:
         now, waiting = self._clock(), self._scheduler.waiting
@@ -150,62 +160,41 @@ class LLMEngine:
             oldest_waiting_s=max((now - request.arrival_s for request in waiting), default=0.0),
         )
 
-    def _record_computed(
-        self,
-        scheduled: Sequence[Scheduled],
-        sampled: Sequence[EngineRequest],
-        draws: Sequence[Draw | None],
-    ) -> None:
-        broken = {id(request) for request, draw in zip(sampled, draws, strict=True) if draw is None}
-        for request, num_tokens in scheduled:
-            request.num_computed_tokens += num_tokens
-            if id(request) not in broken:
-                self._scheduler.publish(request)
-
-    def _advance(self, request: EngineRequest, draw: Draw) -> StepOutput:
-        """Append the drawn token, and end the request if it is the last one."""
-        params, detokenizer, token_id = request.params, request.detokenizer, draw.token_id
-        request.append(token_id)
-        may_stop = request.num_output_tokens >= params.min_tokens
-        finish_reason: FinishReason | None = None
-        stop_reason: str | int | None = None
-        shown = not self._ends_turn(token_id, request)
-        if not shown:
-            text = detokenizer.finish(match_stop=may_stop)
-            finish_reason = "stop"
-            stop_reason = token_id if token_id in params.stop_token_ids else None
-        else:
-            text = detokenizer.push(self._tokenizer.token_bytes(token_id), match_stop=may_stop)
-            if request.num_output_tokens == request.max_output_tokens:
-                text += detokenizer.finish(match_stop=may_stop)
-                finish_reason = "length"
-        if detokenizer.matched_stop is not None:
-            finish_reason, stop_reason = "stop", detokenizer.matched_stop
-        self._count(request)
-        if finish_reason is not None:
+    def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
+        """Take over what a step computed of one request -> None while its tokens are not all computed."""
+        request = rows.request
+        num_scored = min(request.num_unscored_tokens, rows.num_logits)
+        if not score_prompt(request, logits[:num_scored]):
+            return self._fail(request, NOT_NUMBERS)
+        output = None
+        if num_scored < rows.num_logits:
+            output = self._generate(request, logits[num_scored:])
+            if output is None:
+                return self._fail(request, NOT_NUMBERS)
+        # One token is always left to compute: the next step starts from its logits.
+        end = rows.start + len(rows.token_ids)
+        request.num_computed_tokens = min(end, request.num_tokens - 1)
+        self._scheduler.publish(request)
+        if output is not None and output.finish_reason is not None:
             self._finish(request)
-        return StepOutput(
-            request_id=request.request_id,
-            token_ids=[token_id],
-            text=text,
-            logprobs=[draw.logprob] if draw.logprob is not None and shown else [],
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-        )
+        return output
 
-    def _ends_turn(self, token_id: int, request: EngineRequest) -> bool:
-        if token_id in request.params.stop_token_ids:
-            return True
-        return token_id in self._tokenizer.eos_ids and not request.params.ignore_eos
-
-    def _count(self, request: EngineRequest) -> None:
-        self._totals["output"] += 1
-        if request.num_output_tokens == 1:
+    def _generate(self, request: EngineRequest, logits: np.ndarray) -> StepOutput | None:
+        """Draw the next token from each row -> None when the logits are not numbers."""
+        output, is_first = new_output(request), request.num_output_tokens == 0
+        if is_first:
+            output.prompt_logprobs = request.prompt_logprobs
             self._totals["prompt"] += request.num_prompt_tokens
             self._totals["cached"] += request.num_cached_tokens
+        if request.max_output_tokens == 0:
+            output.finish_reason = "length"
+            return output
+        draw = self._sampler.sample(logits[0], request)
+        if draw is None:
+            return None
+        append_token(request, draw, self._tokenizer, output)
+        self._totals["output"] += 1
+        return output
 
     def _fail(self, request: EngineRequest, error: str) -> StepOutput:
         """End a request whose blocks cannot be trusted: nobody may find or inherit what is in them."""
@@ -213,14 +202,9 @@ class LLMEngine:
         self._pool.unpublish(request.block_table)
         self._finish(request)
         self._runner.scrub(owned_alone)
-        return StepOutput(
-            request_id=request.request_id,
-            finish_reason="error",
-            error=error,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-        )
+        output = new_output(request)
+        output.finish_reason, output.error = "error", error
+        return output
 
     def _finish(self, request: EngineRequest) -> None:
         del self._requests[request.request_id]

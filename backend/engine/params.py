@@ -21,7 +21,7 @@ class RequestClass(IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to draw tokens. Ranges are checked by `check_params` before a request reaches the engine loop."""
 
-    max_tokens: int | None = None  # None: to the end of the context
+    max_tokens: int | None = None  # None: to the end of the context; 0: with prompt_logprobs only
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -36,6 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: the chosen token and the n likeliest
+    prompt_logprobs: int | None = None  # the same of every prompt token
 
 
 class GenerationRequest(msgspec.Struct):
@@ -52,7 +53,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """One token's log-probability from the raw logits (before temperature, penalties and truncation)."""
 
     token_id: int
-    logprob: float
+    logprob: float  # NaN: the first token of a prompt, which nothing comes before
     top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
@@ -60,12 +61,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class StepOutput(msgspec.Struct):
-    """What one step added to one request. `text` is safe to show: whole characters, no part of a stop string."""
+    """What one step added to one request. `text` is safe to show: whole characters, no part of a stop string.
+
+    `prompt_logprobs` holds one entry for every prompt token, all of them in the first output of a request.
+    """
 
     request_id: str
     token_ids: list[int] = msgspec.field(default_factory=list[int])
     text: str = ""
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list[TokenLogprob])
+    prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list[TokenLogprob])
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = (
         None  # the stop string or token id that ended it; None: end of turn or length
@@ -74,6 +79,7 @@ class StepOutput(msgspec.Struct):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved
     num_output_tokens: int = 0  # generated so far, end-of-turn token included
+    mean_logprob: float = 0.0  # of the tokens generated so far, where `logprobs` are asked for
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -105,7 +111,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_k", -1, 2**31 - 1),
     ("seed", -(2**63), 2**63 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
-    ("max_tokens", 1, 2**31 - 1),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("min_tokens", 0, 2**31 - 1),
 )
 
@@ -128,6 +134,7 @@ def check_params(
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN is out of range too
             raise InvalidGeneration(f"{name} must be between {low} and {high}, got {value}", name)
+    _check_max_tokens(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         message = f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}"
         raise InvalidGeneration(message, "min_tokens")
@@ -151,6 +158,13 @@ def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> No
             raise InvalidGeneration(message, param)
 
 
+def _check_max_tokens(params: SamplingParams) -> None:
+    low, high = int(params.prompt_logprobs is None), 2**31 - 1
+    if params.max_tokens is not None and not low <= params.max_tokens <= high:
+        message = f"max_tokens must be between {low} and {high}, got {params.max_tokens}"
+        raise InvalidGeneration(message, "max_tokens")
+
+
 def _check_stop(stop: tuple[str, ...]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidGeneration(
@@ -166,7 +180,7 @@ def _check_length(params: SamplingParams, max_model_len: int, num_prompt_tokens:
     if num_prompt_tokens < 1:
         raise InvalidGeneration("the prompt is empty: it needs at least one token", "prompt")
     limit = f"maximum context length is {max_model_len} tokens"
-    if num_prompt_tokens >= max_model_len:
+    if num_prompt_tokens > max_model_len - (params.max_tokens != 0):
         message = (
             f"the {limit}; the prompt has {num_prompt_tokens} and leaves no room for an answer"
         )

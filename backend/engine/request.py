@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from backend.engine.block_pool import BlockKey, extend_keys
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.logit_rules import LogitRules
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import RequestClass, SamplingParams, TokenLogprob
 
 
 class Status(Enum):
@@ -44,6 +45,8 @@ class EngineRequest:
     num_published_blocks: int = 0
     slot: int = 0  # row in the runner's block table; set by the scheduler, valid while RUNNING
     num_mirrored_blocks: int = 0  # entries of block_table that the runner's row holds
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    sum_logprobs: float = 0.0  # of the output, where logprobs are asked for
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +66,20 @@ class EngineRequest:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_unscored_tokens(self) -> int:
+        """Prompt tokens whose logprobs are asked for and not known yet."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return self.num_prompt_tokens - len(self.prompt_logprobs)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many tokens at its front may come from the cache: the rows behind them are needed for their logits."""
+        if self.num_unscored_tokens:
+            return len(self.prompt_logprobs) - 1
+        return len(self.token_ids) - 1
+
+    @property
     def queue_rank(self) -> tuple[int, bool, int]:
         """Smallest first: class, then whoever was preempted, then arrival."""
         return self.klass, self.num_preemptions == 0, self.arrival
@@ -72,6 +89,15 @@ class EngineRequest:
         """Smallest first; the largest is the first to be preempted."""
         return self.klass, self.arrival
 
+    def next_rows(self, num_tokens: int) -> Rows:
+        """The next `num_tokens` to compute."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        if self.num_unscored_tokens:
+            num_logits = max(0, end - max(start, self.max_cached_tokens))
+        else:
+            num_logits = int(end == len(self.token_ids))
+        return Rows(self, start, self.token_ids[start:end], num_logits)
+
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         if self.rules is not None:
@@ -79,3 +105,12 @@ class EngineRequest:
 
     def extend_keys(self, block_size: int) -> None:
         extend_keys(self.block_keys, self.root, self.token_ids, block_size)
+
+
+class Rows(NamedTuple):
+    """Tokens of one request that a forward pass computes; the logits behind the last `num_logits` are wanted."""
+
+    request: EngineRequest
+    start: int  # position of the first
+    token_ids: list[int]
+    num_logits: int

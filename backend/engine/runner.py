@@ -1,4 +1,4 @@
-"""Scheduled requests to one `Batch`, one forward pass, and the logits on the host."""
+"""Rows of requests to one `Batch`, one forward pass, and the logits on the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from backend.engine.request import EngineRequest
-from backend.engine.scheduler import Scheduled
+from backend.engine.request import EngineRequest, Rows
 from backend.models.batch import Batch, Model, cdiv
 
 
@@ -24,13 +23,12 @@ class ModelRunner:
         self._device = self._kv.keys[0].device
         self._block_rows = np.zeros((max_num_seqs, cdiv(max_model_len, block_size)), np.int32)
 
-    def run(self, scheduled: Sequence[Scheduled]) -> tuple[list[EngineRequest], np.ndarray]:
-        """Compute one step -> the requests whose known tokens are now all computed, and their next-token
-        logits [len(requests), vocab_size] float32."""
-        batch, finished = self._batch(scheduled)
+    def run(self, rows: Sequence[Rows]) -> np.ndarray:
+        """Compute one step -> the logits wanted, in the order of `rows`, [sum of num_logits, vocab_size] float32."""
+        batch = self._batch(rows)
         with torch.inference_mode():
             logits = self._model.forward(batch, self._kv)
-        return finished, logits.cpu().numpy()
+        return logits.cpu().numpy()
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold NaN: attention gives unwritten slots weight 0, and 0 x NaN is NaN."""
@@ -39,29 +37,25 @@ class ModelRunner:
             for tensor in (*self._kv.keys, *self._kv.values):
                 tensor[:, index] = 0
 
-    def _batch(self, scheduled: Sequence[Scheduled]) -> tuple[Batch, list[EngineRequest]]:
-        num_seqs = len(scheduled)
+    def _batch(self, rows: Sequence[Rows]) -> Batch:
+        num_seqs = len(rows)
         token_ids: list[int] = []
         starts, counts = np.empty(num_seqs, np.int64), np.empty(num_seqs, np.int64)
         slots = np.empty(num_seqs, np.int64)
-        finished: list[EngineRequest] = []
         logits_rows: list[int] = []
         query_start, context_lens = [0], list[int]()
-        for row, (request, num_tokens) in enumerate(scheduled):
-            start = request.num_computed_tokens
-            starts[row], counts[row], slots[row] = start, num_tokens, request.slot
-            token_ids += request.token_ids[start : start + num_tokens]
+        for i, (request, start, tokens, num_logits) in enumerate(rows):
+            starts[i], counts[i], slots[i] = start, len(tokens), request.slot
+            token_ids += tokens
             query_start.append(len(token_ids))
-            context_lens.append(start + num_tokens)
-            if start + num_tokens == request.num_tokens:
-                finished.append(request)
-                logits_rows.append(len(token_ids) - 1)
+            context_lens.append(start + len(tokens))
+            logits_rows += range(len(token_ids) - num_logits, len(token_ids))
             self._mirror_blocks(request)
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
         block_index, offset = np.divmod(positions, self._block_size)
         blocks = self._block_rows[np.repeat(slots, counts), block_index]
         width = cdiv(max(context_lens), self._block_size)
-        batch = Batch(
+        return Batch(
             token_ids=self._tensor(np.array(token_ids, np.int64)),
             positions=self._tensor(positions),
             slot_mapping=self._tensor(blocks * np.int64(self._block_size) + offset),
@@ -70,7 +64,6 @@ class ModelRunner:
             block_tables=self._tensor(self._block_rows[slots, :width]),
             logits_rows=self._tensor(np.array(logits_rows, np.int64)),
         )
-        return batch, finished
 
     def _mirror_blocks(self, request: EngineRequest) -> None:
         known, table = request.num_mirrored_blocks, request.block_table

@@ -33,18 +33,13 @@ class Draw(NamedTuple):
 
 
 class Sampler:
-    """Draws one token per row. Truncation order: top_k, top_p of what top_k left, min_p."""
+    """Draws tokens. Truncation order: top_k, top_p of what top_k left, min_p."""
 
     def __init__(self, vocab_size: int) -> None:
         self._noise = TokenNoise(vocab_size)
 
-    def sample(self, logits: np.ndarray, requests: Sequence[EngineRequest]) -> list[Draw | None]:
-        """`logits` [len(requests), vocab_size] float32; None for a row whose logits are not numbers."""
-        return [
-            self._sample_row(row, request) for row, request in zip(logits, requests, strict=True)
-        ]
-
-    def _sample_row(self, raw: np.ndarray, request: EngineRequest) -> Draw | None:
+    def sample(self, raw: np.ndarray, request: EngineRequest) -> Draw | None:
+        """The next token of `request`, from its logits `raw` [vocab_size] float32; None when they are not numbers."""
         params = request.params
         logits = raw
         if request.rules is not None:

@@ -17,6 +17,9 @@ from backend.models.batch import cdiv
 
 MAX_SKIPS = 64  # later requests of its class that may pass one that waits for blocks
 LOOKAHEAD = 32  # waiting requests that one step looks at
+MAX_SCORED_ROWS = (
+    256  # a step's rows of prompts whose logprobs are asked for: each makes a row of logits
+)
 WATERMARK = 0.01  # share of the pool that admission leaves free for those already running
 
 
@@ -25,6 +28,23 @@ class Scheduled(NamedTuple):
 
     request: EngineRequest
     num_tokens: int
+
+
+class _Budget:
+    """What is left of one step."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._num_scored_rows = MAX_SCORED_ROWS
+
+    def take(self, request: EngineRequest) -> int:
+        """Tokens of this request's prefill that the step has room for."""
+        num_tokens = min(request.num_wanted_tokens, self.num_tokens)
+        if request.num_unscored_tokens:
+            num_tokens = min(num_tokens, self._num_scored_rows)
+            self._num_scored_rows -= num_tokens
+        self.num_tokens -= num_tokens
+        return num_tokens
 
 
 class Scheduler:
@@ -56,12 +76,8 @@ class Scheduler:
         self._yield_to_better_class()
         num_preemptions = self.num_preemptions
         scheduled = [Scheduled(request, 1) for request in self._grow_decoding()]
-        budget = self._max_num_batched_tokens - len(scheduled)
-        for request in self.running:
-            if budget > 0 and request.num_wanted_tokens > 1:
-                num_tokens = min(request.num_wanted_tokens, budget)
-                scheduled.append(Scheduled(request, num_tokens))
-                budget -= num_tokens
+        budget = _Budget(self._max_num_batched_tokens - len(scheduled))
+        scheduled += self._continue_prefills(budget)
         if self.num_preemptions == num_preemptions:
             scheduled += self._admit(budget)
         return scheduled
@@ -84,6 +100,11 @@ class Scheduler:
             self.pool.publish(request.block_table[index], request.block_keys[index])
         request.num_published_blocks = num_full
 
+    def _continue_prefills(self, budget: _Budget) -> Iterator[Scheduled]:
+        for request in self.running:
+            if request.num_wanted_tokens > 1 and (num_tokens := budget.take(request)):
+                yield Scheduled(request, num_tokens)
+
     def _grow_decoding(self) -> Iterator[EngineRequest]:
         """Decoding requests, best first, each with a block for its token; the worst are preempted for want of one."""
         index = 0
@@ -103,10 +124,12 @@ class Scheduler:
         request.block_table += blocks or []
         return blocks is not None
 
-    def _admit(self, budget: int) -> Iterator[Scheduled]:
+    def _admit(self, budget: _Budget) -> Iterator[Scheduled]:
         blocked: EngineRequest | None = None
         index = 0
-        while budget > 0 and index < min(len(self.waiting), LOOKAHEAD) and self._free_slots:
+        while (
+            budget.num_tokens > 0 and index < min(len(self.waiting), LOOKAHEAD) and self._free_slots
+        ):
             request = self.waiting[index]
             if blocked and (request.klass != blocked.klass or blocked.num_skipped >= MAX_SKIPS):
                 break
@@ -121,9 +144,8 @@ class Scheduler:
                 self._start(request, hits)
                 if blocked:
                     blocked.num_skipped += 1
-                num_tokens = min(request.num_wanted_tokens, budget)
-                budget -= num_tokens
-                yield Scheduled(request, num_tokens)
+                if num_tokens := budget.take(request):
+                    yield Scheduled(request, num_tokens)
 
     def _start(self, request: EngineRequest, hits: list[int]) -> None:
         self.pool.acquire(hits)
@@ -142,11 +164,11 @@ class Scheduler:
         """Cached blocks at its front; at least its last token is left to compute, or there were no logits."""
         if self._use_prefix_cache:  # output since it was queued, if it was preempted
             request.extend_keys(self._block_size)
-        return self.pool.lookup(request.block_keys[: (request.num_tokens - 1) // self._block_size])
+        return self.pool.lookup(request.block_keys[: request.max_cached_tokens // self._block_size])
 
     def _prefix_is_under_way(self, request: EngineRequest, index: int) -> bool:
         """Whether a running request of no worse class is about to publish this one's next block."""
-        if index >= (request.num_tokens - 1) // self._block_size or not self._use_prefix_cache:
+        if index >= request.max_cached_tokens // self._block_size or not self._use_prefix_cache:
             return False
         key = request.block_keys[index]
         return any(

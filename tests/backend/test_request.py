@@ -169,6 +169,43 @@ def test_prompts_of_a_completion_pass_through() -> None:
     assert (generate.prompts, generate.messages, generate.echo) == (["a", [1]], None, True)
 
 
+def completions(**sampling: Any) -> Request:
+    return Request("r", "completions", "m", prompts=["a"], sampling=Sampling(**sampling))
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    generate = to_generate(completions(echo=True, logprobs=True, top_logprobs=3))
+    assert (generate.params.prompt_logprobs, generate.params.logprobs) == (3, 3)
+    assert to_generate(completions(logprobs=True)).params.prompt_logprobs is None
+    assert to_generate(completions(echo=True)).params.prompt_logprobs is None
+
+
+def test_no_output_at_all_is_for_echo_only() -> None:
+    assert to_generate(completions(echo=True, max_tokens=0)).params.prompt_logprobs == 0
+    with pytest.raises(InvalidRequest, match="only with echo may it be 0") as refused:
+        to_generate(completions(max_tokens=0))
+    assert refused.value.param == "max_tokens"
+
+
+def test_best_of_is_the_number_of_candidates() -> None:
+    assert to_generate(completions(best_of=3, n=2)).rows_per_prompt == 3
+    assert to_generate(completions(n=2)).rows_per_prompt == 2
+
+
+@pytest.mark.parametrize("best_of", [1, 129])
+def test_best_of_has_its_limits(best_of: int) -> None:
+    with pytest.raises(InvalidRequest, match="between n, which is 2, and 128") as refused:
+        to_generate(completions(n=2, best_of=best_of))
+    assert refused.value.param == "best_of"
+
+
+def test_best_of_cannot_stream() -> None:
+    request = completions(n=1, best_of=2)
+    request.stream = True
+    with pytest.raises(InvalidRequest, match="cannot stream"):
+        to_generate(request)
+
+
 def test_fields_that_change_nothing_are_let_through() -> None:
     to_generate(chat(extra={"store": True, "foo": 1, "suffix": None, "functions": []}))
 
@@ -180,9 +217,7 @@ def test_fields_that_change_nothing_are_let_through() -> None:
         ({"tool_choice": ToolChoice("required")}, "tool_choice"),
         ({"tool_choice": ToolChoice("named", ["look"])}, "tool_choice"),
         ({"tool_choice": ToolChoice("allowed", ["a"], "required")}, "tool_choice"),
-        ({"sampling": Sampling(n=1, best_of=2)}, "best_of"),
-        ({"sampling": Sampling(echo=True, logprobs=True)}, "logprobs"),
-        ({"sampling": Sampling(prompt_logprobs=True)}, "logprobs"),
+        ({"sampling": Sampling(prompt_logprobs=True)}, "prompt_logprobs"),
         ({"tools": [Tool("x", kind="custom")]}, "tools[0].type"),
         ({"extra": {"suffix": "end"}}, "suffix"),
         ({"extra": {"guided_regex": "a+"}}, "guided_regex"),

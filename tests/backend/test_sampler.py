@@ -56,7 +56,7 @@ def make_request(
 
 
 def draw(logits: np.ndarray, **request: Any) -> Draw:
-    (result,) = Sampler(len(logits)).sample(logits[None], [make_request(**request)])
+    result = Sampler(len(logits)).sample(logits, make_request(**request))
     assert result is not None
     return result
 
@@ -64,7 +64,7 @@ def draw(logits: np.ndarray, **request: Any) -> Draw:
 def frequencies(logits: np.ndarray, num_draws: int, **params: Any) -> dict[int, float]:
     sampler = Sampler(len(logits))
     requests = [make_request(seed=seed, **params) for seed in range(num_draws)]
-    draws = sampler.sample(np.broadcast_to(logits, (num_draws, len(logits))), requests)
+    draws = [sampler.sample(logits, request) for request in requests]
     counts = Counter(result.token_id for result in draws if result is not None)
     return {token_id: count / num_draws for token_id, count in counts.items()}
 
@@ -199,17 +199,16 @@ def test_a_draw_does_not_depend_on_the_other_rows():
             [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}, {}]
         )
     ]
-    together = Sampler(500).sample(logits, requests)
-    alone = [
-        Sampler(500).sample(logits[i : i + 1], [request])[0] for i, request in enumerate(requests)
-    ]
+    sampler = Sampler(500)
+    together = [sampler.sample(row, item) for row, item in zip(logits, requests, strict=True)]
+    alone = [Sampler(500).sample(row, item) for row, item in zip(logits, requests, strict=True)]
     assert together == alone
 
 
-def test_a_row_of_nan_is_reported_and_its_neighbour_drawn():
-    logits = np.array([[1.0, math.nan, 2.0], [0.0, 1.0, 0.0]], np.float32)
-    requests = [make_request(temperature=0.0), make_request(temperature=0.0)]
-    assert Sampler(3).sample(logits, requests) == [None, Draw(1, None)]
+def test_a_row_of_nan_is_reported():
+    request = make_request(temperature=0.0)
+    assert Sampler(3).sample(row([1.0, math.nan, 2.0]), request) is None
+    assert Sampler(3).sample(row([0.0, 1.0, 0.0]), request) == Draw(1, None)
 
 
 def test_logit_bias_forces_and_forbids():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import socket
 import stat
 from collections.abc import Iterator
@@ -202,6 +203,34 @@ def test_echo_puts_the_prompt_in_front(peer: Peer) -> None:
     peer.send(Generate(1, SamplingParams(max_tokens=2), prompts=["ab", [99]], echo=True, n=1))
     deltas = peer.deltas(1)
     assert [text_of(deltas, index=i) for i in range(2)] == ["abab", "ccc"]
+
+
+def test_an_echoed_prompt_comes_with_its_logprobs_and_offsets(peer: Peer) -> None:
+    params = SamplingParams(max_tokens=2, logprobs=0, prompt_logprobs=0)
+    peer.send(Generate(1, params, prompts=["a\u2603"], echo=True))
+    deltas = peer.deltas(1)
+    assert text_of(deltas) == "a\u2603a\ufffd"
+    entries = [entry for delta in deltas for entry in delta.logprobs]
+    assert [entry.token for entry in entries[:2]] == ["<s>", "a"]
+    assert math.isnan(entries[0].logprob)
+    assert [entry.logprob for entry in entries[1:]] == [-97.0, -226.0, -152.0, -131.0, -0.5, -0.5]
+    assert [entry.text_offset for entry in entries] == [0, 0, 1, 1, 1, 2, 3]
+
+
+def test_echo_alone_generates_nothing(peer: Peer) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    peer.send(Generate(1, params, prompts=["ab"], echo=True))
+    (delta,) = peer.deltas(1)
+    assert (delta.text, delta.num_output_tokens, delta.finish_reason) == ("ab", 0, "length")
+    assert delta.logprobs == []
+
+
+def test_the_best_candidates_are_shown(peer: Peer) -> None:
+    params = SamplingParams(max_tokens=2, seed=2)  # mean logprobs by seed: 2 -> -2.5, 3 -> -0.5
+    peer.send(Generate(1, params, prompts=["ab", "cd"], n=1, best_of=2))
+    deltas = peer.deltas(1)
+    assert [(d.index, d.text, d.num_output_tokens) for d in deltas] == [(0, "ab", 4), (1, "cd", 4)]
+    peer.wait_idle()
 
 
 def test_a_prompt_without_room_is_refused_with_the_numbers(peer: Peer) -> None:

@@ -190,5 +190,6 @@ def joined(outputs: Sequence[StepOutput]) -> dict[str, StepOutput]:
             piece.token_ids = before.token_ids + piece.token_ids
             piece.text = before.text + piece.text
             piece.logprobs = before.logprobs + piece.logprobs
+            piece.prompt_logprobs = before.prompt_logprobs + piece.prompt_logprobs
         whole[piece.request_id] = piece
     return whole

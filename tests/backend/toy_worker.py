@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -68,6 +69,8 @@ class Row:
 
     def next_output(self) -> StepOutput:
         request, params = self.request, self.request.params
+        if params.max_tokens == 0:
+            return self.first_output(StepOutput(request.request_id, finish_reason="length"))
         text = [token for token in request.prompt_ids if token != BOS]
         token = text[self.num_output % len(text)]
         self.num_output += 1
@@ -78,7 +81,10 @@ class Row:
             num_prompt_tokens=len(request.prompt_ids),
             num_cached_tokens=len(request.prompt_ids) // 2,
             num_output_tokens=self.num_output,
+            mean_logprob=-0.5 - (params.seed or 0) % 3,
         )
+        if self.num_output == 1:
+            self.first_output(output)
         if params.logprobs is not None:
             top = tuple((t, -1.0 - t) for t in range(params.logprobs))
             output.logprobs = [TokenLogprob(token, -0.5, top)]
@@ -87,6 +93,13 @@ class Row:
         elif self.num_output == params.max_tokens:
             output.text += self.detokenizer.finish()
             output.finish_reason = "length"
+        return output
+
+    def first_output(self, output: StepOutput) -> StepOutput:
+        """Prompt logprobs, the token's id for a value, if they are asked for."""
+        if self.request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [TokenLogprob(t, -float(t)) for t in self.request.prompt_ids]
+            output.prompt_logprobs[0] = TokenLogprob(self.request.prompt_ids[0], math.nan)
         return output
 
 
