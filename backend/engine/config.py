@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     num_blocks: int | None = None  # None: as many as kv_cache_gb holds
     enable_prefix_cache: bool = True
+    speculative: Literal["off", "ngram"] = "off"  # who guesses, where no draft model does
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_gb"):

@@ -13,6 +13,7 @@ import numpy as np
 from backend.engine.block_pool import BlockPool, root_digest
 from backend.engine.config import EngineConfig, kv_cache_blocks
 from backend.engine.detokenizer import Detokenizer, EngineTokenizer
+from backend.engine.draft_model import DraftModel
 from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
 from backend.engine.params import (
@@ -27,9 +28,10 @@ from backend.engine.params import (
 from backend.engine.progress import append_token, new_output, score_prompt
 from backend.engine.request import EngineRequest, Rows
 from backend.engine.runner import ModelRunner
-from backend.engine.sampler import Sampler
-from backend.engine.scheduler import Scheduler
-from backend.models.batch import Model
+from backend.engine.sampler import Guess, Sampler
+from backend.engine.scheduler import Scheduled, Scheduler
+from backend.engine.speculate import NgramDrafter, Speculator
+from backend.models.batch import Model, cdiv
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
@@ -49,11 +51,17 @@ class LLMEngine:
         tokenizer: EngineTokenizer,
         config: EngineConfig,
         *,
+        draft_model: Model | None = None,
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
-        """Allocates the KV cache. ValueError when the configured context does not fit in it."""
-        num_blocks = kv_cache_blocks(config, model.kv_bytes_per_block(config.block_size))
+        """Allocates the KV cache. ValueError when the configured context does not fit in it, or models do not match.
+
+        `draft_model` guesses tokens for `model`; its vocabulary must be the same.
+        """
+        models = [model] if draft_model is None else [model, draft_model]
+        bytes_per_block = sum(m.kv_bytes_per_block(config.block_size) for m in models)
+        num_blocks = kv_cache_blocks(config, bytes_per_block)
         self.max_model_len = _context_len(config, model, num_blocks)
         self.vocab_size = min(model.vocab_size, tokenizer.vocab_size)  # models pad theirs
         self._model = model
@@ -63,10 +71,11 @@ class LLMEngine:
         self._entropy = entropy
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(config, self._pool)
-        self._runner = ModelRunner(
-            model, num_blocks, config.block_size, config.max_num_seqs, self.max_model_len
-        )
+        row_len = cdiv(self.max_model_len, config.block_size)
+        block_rows = np.zeros((config.max_num_seqs, row_len), np.int32)
+        self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = Sampler(self.vocab_size)
+        self._speculator = self._new_speculator(draft_model, num_blocks, block_rows)
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
         self._totals = dict.fromkeys(("steps", "cached", "prompt", "output"), 0)
@@ -126,13 +135,13 @@ class LLMEngine:
         A fault in the model ends the requests of this step with finish_reason "error"; the engine goes on.
         EngineCorrupt when the block accounting no longer adds up: discard the engine then.
         """
-        scheduled = self._scheduler.schedule()
+        scheduled = self._schedule()
         if not scheduled:
             return []
         self._totals["steps"] += 1
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
-            logits = self._runner.run(rows)[:, : self.vocab_size]
+            logits = self._run(rows)[:, : self.vocab_size]
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
             return [self._fail(request, f"the model failed: {exc}") for request, _ in scheduled]
@@ -157,8 +166,43 @@ class LLMEngine:
             num_prompt_tokens=self._totals["prompt"],
             num_output_tokens=self._totals["output"],
             num_steps=self._totals["steps"],
+            num_draft_tokens=self._speculator.num_proposed if self._speculator else 0,
+            num_accepted_tokens=self._speculator.num_accepted if self._speculator else 0,
             oldest_waiting_s=max((now - request.arrival_s for request in waiting), default=0.0),
         )
+
+    def _new_speculator(
+        self, draft_model: Model | None, num_blocks: int, block_rows: np.ndarray
+    ) -> Speculator | None:
+        if draft_model is None:
+            if self._config.speculative == "off":
+                return None
+            return Speculator(NgramDrafter(), self._clock, self.max_model_len)
+        if draft_model.vocab_size < self.vocab_size:
+            raise ValueError(
+                f"the draft model knows {draft_model.vocab_size} tokens and the model {self.vocab_size}: "
+                "both must have the same vocabulary"
+            )
+        drafter = DraftModel(draft_model, self._config, self._sampler, num_blocks, block_rows)
+        longest = min(self.max_model_len, draft_model.max_position)
+        return Speculator(drafter, self._clock, longest)
+
+    def _schedule(self) -> list[Scheduled]:
+        if self._speculator is None:
+            return self._scheduler.schedule()
+        self._speculator.plan(self._scheduler.running)
+        scheduled = self._scheduler.schedule()
+        self._speculator.propose([r for r, _ in scheduled if r.drafts.num_granted > 0])
+        return scheduled
+
+    def _run(self, rows: list[Rows]) -> np.ndarray:
+        if self._speculator is None:
+            return self._runner.run(rows)
+        started_s = self._clock()
+        logits = self._runner.run(rows)
+        num_rows = sum(len(item.token_ids) for item in rows)
+        self._speculator.record_step(num_rows, self._clock() - started_s)
+        return logits
 
     def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
         """Take over what a step computed of one request -> None while its tokens are not all computed."""
@@ -180,7 +224,7 @@ class LLMEngine:
         return output
 
     def _generate(self, request: EngineRequest, logits: np.ndarray) -> StepOutput | None:
-        """Draw the next token from each row -> None when the logits are not numbers."""
+        """Draw the next token, and one more behind each guess that was right -> None: logits are not numbers."""
         output, is_first = new_output(request), request.num_output_tokens == 0
         if is_first:
             output.prompt_logprobs = request.prompt_logprobs
@@ -189,11 +233,26 @@ class LLMEngine:
         if request.max_output_tokens == 0:
             output.finish_reason = "length"
             return output
-        draw = self._sampler.sample(logits[0], request)
-        if draw is None:
-            return None
-        append_token(request, draw, self._tokenizer, output)
-        self._totals["output"] += 1
+        drafts = request.drafts
+        for index, raw in enumerate(logits):
+            guess = (
+                Guess(drafts.token_ids[index], drafts.laws[index])
+                if index < len(drafts.laws)
+                else None
+            )
+            draw = self._sampler.sample(raw, request, guess)
+            if draw is None:
+                return None
+            append_token(request, draw, self._tokenizer, output)
+            if output.finish_reason is not None or drafts.token_ids[index : index + 1] != [
+                draw.token_id
+            ]:
+                break
+        self._totals["output"] += len(output.token_ids)
+        if self._speculator is not None and drafts.token_ids:
+            self._speculator.record(request, output.token_ids)
+            output.num_draft_tokens = drafts.num_proposed
+            output.num_accepted_tokens = drafts.num_accepted
         return output
 
     def _fail(self, request: EngineRequest, error: str) -> StepOutput:
@@ -207,6 +266,8 @@ class LLMEngine:
         return output
 
     def _finish(self, request: EngineRequest) -> None:
+        if self._speculator is not None:
+            self._speculator.forget(request)
         del self._requests[request.request_id]
         self._scheduler.finish(request)
         if not self._requests:

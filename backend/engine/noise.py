@@ -19,7 +19,10 @@ MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX1, MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-SAMPLE = 0  # purposes: drawing the next token
+SAMPLE = 0  # purposes: drawing the next token,
+GUESS = 1  # guessing it,
+ACCEPT = 2  # taking the guess,
+RESAMPLE = 3  # drawing another in its place
 
 GROUP = 16
 _GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
@@ -37,6 +40,11 @@ def draw_key(seed: int, position: int, purpose: int = SAMPLE) -> int:
     """The 64-bit key of one draw; `position` is the index in the sequence of the token to be drawn."""
     stream = mix64((seed + GOLDEN * (purpose + 1)) & MASK64)
     return mix64((stream + GOLDEN * (position + 1)) & MASK64)
+
+
+def uniform(key: int) -> float:
+    """In (0, 1)."""
+    return ((mix64((key + GOLDEN) & MASK64) >> 12) + 0.5) * 2.0**-52
 
 
 class TokenNoise:
@@ -60,8 +68,7 @@ class TokenNoise:
         words += np.array([[key], [mix64(key)]], np.uint64)
         _mix64_array(words, np.empty_like(words))
         # 52 bits and a half step: exact in float64, never 0, never 1
-        uniform = ((words >> _12).view(np.int64) + 0.5) * 2.0**-52
-        least, fresh = -np.log(uniform)
+        least, fresh = -np.log(((words >> _12).view(np.int64) + 0.5) * 2.0**-52)
         return least / GROUP + np.where((words[0] & _15) == (ids & _15), 0.0, fresh)
 
     def ids_below(self, key: int, limit: float) -> np.ndarray:

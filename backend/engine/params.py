@@ -79,6 +79,8 @@ class StepOutput(msgspec.Struct):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved
     num_output_tokens: int = 0  # generated so far, end-of-turn token included
+    num_draft_tokens: int = 0  # guessed so far
+    num_accepted_tokens: int = 0  # of those, right
     mean_logprob: float = 0.0  # of the tokens generated so far, where `logprobs` are asked for
 
 
@@ -94,6 +96,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     oldest_waiting_s: float = 0.0  # how long the request that has waited longest has done so
 
 

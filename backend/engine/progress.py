@@ -20,6 +20,8 @@ def new_output(request: EngineRequest) -> StepOutput:
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_output_tokens=num_output,
+        num_draft_tokens=request.drafts.num_proposed,
+        num_accepted_tokens=request.drafts.num_accepted,
         mean_logprob=request.sum_logprobs / num_output if num_output else 0.0,
     )
 

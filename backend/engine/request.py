@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from backend.engine.block_pool import BlockKey, extend_keys
 from backend.engine.detokenizer import Detokenizer
+from backend.engine.drafts import Drafts
 from backend.engine.logit_rules import LogitRules
 from backend.engine.params import RequestClass, SamplingParams, TokenLogprob
 
@@ -46,6 +47,7 @@ class EngineRequest:
     slot: int = 0  # row in the runner's block table; set by the scheduler, valid while RUNNING
     num_mirrored_blocks: int = 0  # entries of block_table that the runner's row holds
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    drafts: Drafts = field(default_factory=Drafts)
     sum_logprobs: float = 0.0  # of the output, where logprobs are asked for
 
     @property
@@ -90,13 +92,13 @@ class EngineRequest:
         return self.klass, self.arrival
 
     def next_rows(self, num_tokens: int) -> Rows:
-        """The next `num_tokens` to compute."""
+        """The next `num_tokens` to compute, guesses included as far as there are any."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        if self.num_unscored_tokens:
-            num_logits = max(0, end - max(start, self.max_cached_tokens))
-        else:
-            num_logits = int(end == len(self.token_ids))
-        return Rows(self, start, self.token_ids[start:end], num_logits)
+        token_ids = self.token_ids[start:end]
+        token_ids += self.drafts.token_ids[: num_tokens - len(token_ids)]
+        end = start + len(token_ids)
+        first = self.max_cached_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
+        return Rows(self, start, token_ids, max(0, end - max(start, first)))
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -15,13 +15,14 @@ class ModelRunner:
     """Holds the KV cache and a table of block ids with one row per slot, so a step only writes what is new."""
 
     def __init__(
-        self, model: Model, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+        self, model: Model, num_blocks: int, block_size: int, block_rows: np.ndarray
     ) -> None:
+        """`block_rows` [max_num_seqs, blocks of the longest context] int32 may be shared by runners of one engine."""
         self._model = model
         self._block_size = block_size
         self._kv = model.new_kv_cache(num_blocks, block_size)
         self._device = self._kv.keys[0].device
-        self._block_rows = np.zeros((max_num_seqs, cdiv(max_model_len, block_size)), np.int32)
+        self._block_rows = block_rows
 
     def run(self, rows: Sequence[Rows]) -> np.ndarray:
         """Compute one step -> the logits wanted, in the order of `rows`, [sum of num_logits, vocab_size] float32."""

@@ -3,6 +3,13 @@
 A draw is `argmin(exponential_i / p_i)`, which is Gumbel-max (`argmax(log p_i + gumbel_i)`) with one logarithm
 less. The noise comes from `noise.py`. All is numpy on the host: on a CPU its single-threaded SIMD passes over one
 row (argmax 4 us at 49k tokens, torch's 50 us) beat a thread pool that the model's own threads compete with.
+
+Guesses (speculative decoding). A token is drawn as ever, and the guess for it was right if it is the same one. Where
+there was one guess to make (n-grams, greedy), that accepts it with exactly the probability that the model gives it.
+A draft model guesses with the very noise that the token will be drawn with, so that alike laws mostly agree (Daliri,
+Musco, Suresh, 2024); the text of a seeded request then does not depend on who guessed what, or how far. For requests
+without a seed, whose text nobody can ask for again, the classic rejection rule accepts more: there the draft model
+draws with noise of its own and keeps the law it drew from.
 """
 
 from __future__ import annotations
@@ -13,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backend.engine.noise import TokenNoise, draw_key
+from backend.engine.noise import ACCEPT, GUESS, RESAMPLE, SAMPLE, TokenNoise, draw_key, uniform
 from backend.engine.params import SamplingParams, TokenLogprob
+from backend.engine.rejection import accept_or_resample
 from backend.engine.request import EngineRequest
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them would overflow float32
@@ -32,29 +40,60 @@ class Draw(NamedTuple):
     logprob: TokenLogprob | None  # None: not asked for
 
 
+class Guess(NamedTuple):
+    token_id: int
+    law: np.ndarray  # [vocab_size], that it was drawn from
+
+
 class Sampler:
     """Draws tokens. Truncation order: top_k, top_p of what top_k left, min_p."""
 
     def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self._noise = TokenNoise(vocab_size)
+        self._all_ids = np.arange(vocab_size)
 
-    def sample(self, raw: np.ndarray, request: EngineRequest) -> Draw | None:
-        """The next token of `request`, from its logits `raw` [vocab_size] float32; None when they are not numbers."""
-        params = request.params
-        logits = raw
-        if request.rules is not None:
-            logits = raw.copy()
-            request.rules.apply(logits)
-        best = int(logits.argmax())  # the first NaN, if there is one
-        if not math.isfinite(logits[best]):
+    def sample(
+        self, raw: np.ndarray, request: EngineRequest, guess: Guess | None = None
+    ) -> Draw | None:
+        """The next token of `request`, from its logits `raw` [vocab_size] float32; None when they are not numbers.
+
+        `guess`: what a draft model drew for it, and from which law.
+        """
+        params, logits = request.params, _ruled(raw, request)
+        position = request.num_tokens
+        if not math.isfinite(logits.max()):
             return None
-        token_id = best
-        if params.temperature >= GREEDY_BELOW and params.top_k != 1:
-            key = draw_key(request.seed, request.num_tokens)
-            token_id = self._draw(logits, float(logits[best]), params, key)
+        if guess is None:
+            token_id = self._choose(logits, params, draw_key(request.seed, position))
+        else:
+            token_id = accept_or_resample(
+                law(logits, params),
+                guess.law,
+                guess.token_id,
+                uniform(draw_key(request.seed, position, ACCEPT)),
+                self._noise.exponential(draw_key(request.seed, position, RESAMPLE), self._all_ids),
+            )
         if params.logprobs is None:
             return Draw(token_id, None)
         return Draw(token_id, token_logprob(raw, token_id, params.logprobs))
+
+    def guess(self, raw: np.ndarray, request: EngineRequest) -> None:
+        """Draw the request's next guess from a draft model's logits `raw` [vocab_size]; none from what is no number."""
+        params, drafts, logits = request.params, request.drafts, _ruled(raw, request)
+        if not math.isfinite(logits.max()):
+            return
+        position = request.num_tokens + len(drafts.token_ids)
+        keeps_law = params.seed is None and not is_greedy(params)
+        purpose = GUESS if keeps_law else SAMPLE
+        token_id = self._choose(logits, params, draw_key(request.seed, position, purpose))
+        drafts.token_ids.append(token_id)
+        if keeps_law:
+            drafts.laws.append(law(logits, params))
+
+    def _choose(self, logits: np.ndarray, params: SamplingParams, key: int) -> int:
+        best = int(logits.argmax())
+        return best if is_greedy(params) else self._draw(logits, float(logits[best]), params, key)
 
     def _draw(self, logits: np.ndarray, peak: float, params: SamplingParams, key: int) -> int:
         if 0 < params.top_k < len(logits) or params.top_p < 1.0:
@@ -96,6 +135,30 @@ class Sampler:
         """Logarithms of the finishing times of `ids` [n] -> [n] float64; the smallest wins."""
         log_weights = (logits[ids].astype(np.float64) - peak) / temperature
         return np.log(self._noise.exponential(key, ids)) - log_weights
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW or params.top_k == 1
+
+
+def law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The probabilities [vocab_size] float64 that a draw has, after temperature and truncation."""
+    peak = float(logits.max())
+    if 0 < params.top_k < len(logits) or params.top_p < 1.0:
+        ids = kept_ids(logits, peak, params)
+    else:
+        ids = np.flatnonzero(logits >= min_p_floor(peak, params))
+    weights = np.zeros(len(logits))
+    weights[ids] = np.exp((logits[ids].astype(np.float64) - peak) / params.temperature)
+    return weights / weights.sum()
+
+
+def _ruled(raw: np.ndarray, request: EngineRequest) -> np.ndarray:
+    if request.rules is None:
+        return raw
+    logits = raw.copy()
+    request.rules.apply(logits)
+    return logits
 
 
 def head_ids(

@@ -75,8 +75,9 @@ class Scheduler:
         """The next step's work: decoding rows, then prefills under way, then new admissions."""
         self._yield_to_better_class()
         num_preemptions = self.num_preemptions
-        scheduled = [Scheduled(request, 1) for request in self._grow_decoding()]
-        budget = _Budget(self._max_num_batched_tokens - len(scheduled))
+        decoding = list(self._grow_decoding())
+        budget = _Budget(self._max_num_batched_tokens - len(decoding))
+        scheduled = [Scheduled(request, 1 + self._grant(request, budget)) for request in decoding]
         scheduled += self._continue_prefills(budget)
         if self.num_preemptions == num_preemptions:
             scheduled += self._admit(budget)
@@ -123,6 +124,23 @@ class Scheduler:
         blocks = self.pool.allocate(1)
         request.block_table += blocks or []
         return blocks is not None
+
+    def _grant(self, request: EngineRequest, budget: _Budget) -> int:
+        """Room for guesses: half of what the step has left, and blocks that nobody is waiting for."""
+        num_guesses = min(request.drafts.num_wanted, budget.num_tokens // 2)
+        num_missing = self._num_blocks_missing(request, num_guesses)
+        if num_missing > 0:
+            if num_missing + self._watermark <= self.pool.num_free:
+                request.block_table += self.pool.allocate(num_missing) or []
+            else:
+                num_guesses = len(request.block_table) * self._block_size - request.num_tokens
+        budget.num_tokens -= num_guesses
+        request.drafts.num_granted = num_guesses
+        del request.drafts.token_ids[num_guesses:]
+        return num_guesses
+
+    def _num_blocks_missing(self, request: EngineRequest, num_more: int) -> int:
+        return cdiv(request.num_tokens + num_more, self._block_size) - len(request.block_table)
 
     def _admit(self, budget: _Budget) -> Iterator[Scheduled]:
         blocked: EngineRequest | None = None
@@ -210,6 +228,7 @@ class Scheduler:
         self.pool.free(request.block_table)
         self._free_slots.append(request.slot)
         request.block_table = []
+        request.drafts.release()
         request.num_computed_tokens = request.num_published_blocks = request.num_mirrored_blocks = 0
 
 

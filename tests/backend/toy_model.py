@@ -135,13 +135,17 @@ class ScriptModel(ToyModel):
 
 
 def new_engine(
-    model: ToyModel | None = None, tokenizer: ToyTokenizer | None = None, **config: object
+    model: ToyModel | None = None,
+    tokenizer: ToyTokenizer | None = None,
+    draft_model: ToyModel | None = None,
+    **config: object,
 ) -> LLMEngine:
     settings = {"block_size": 4, "num_blocks": 256, **config}
     return LLMEngine(
         model or ToyModel(),
         tokenizer or ToyTokenizer(),
         EngineConfig(**settings),  # pyright: ignore[reportArgumentType]
+        draft_model=draft_model,
         clock=lambda: 0.0,
         entropy=iter(range(1, 10**6)).__next__,
     )
