@@ -192,6 +192,11 @@ def test_a_continued_message_ends_trimmed_where_the_template_trims() -> None:
     assert out.endswith("<|im_start|>assistant\nThe capital is")
 
 
+def test_a_continued_message_is_rendered_without_a_generation_prompt() -> None:
+    out = render("{{ add_generation_prompt }} " + CHATML, PREFILL, continue_final_message=True)
+    assert out.startswith("False ")
+
+
 def test_an_empty_message_can_be_continued() -> None:
     out = render(CHATML, [*USER, {"role": "assistant", "content": ""}], continue_final_message=True)
     assert out.endswith("<|im_start|>assistant\n")
