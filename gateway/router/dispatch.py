@@ -83,7 +83,7 @@ class Dispatcher:
             try:
                 async with aclosing(target.provider.stream(request, call)) as events:
                     async for batch in events:
-                        if isinstance(batch[-1], Failed):
+                        if batch and isinstance(batch[-1], Failed):
                             raise _as_error(batch[-1])
                         if flowing:
                             yield batch
