@@ -6,13 +6,12 @@ upstream really sent decides how it is read, not what was asked for.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 
 from plugins.errors import UpstreamError, UpstreamUnavailable
-from plugins.events import Dialect, Event, Request
+from plugins.events import Dialect, Event, Request, has_content
 from plugins.hookspecs import hookimpl
 from plugins.interfaces import Call, ProcessSpec, Provider, ProviderSettings, ProviderType, Runtime
 from plugins.providers.http_client import HTTPClient
@@ -32,7 +31,6 @@ MAX_ERROR_BYTES = 256 * 1024
 GRACE_S = (
     5.0  # for what may be left out: the text of an error, the usage after the last choice has ended
 )
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 class OpenAICompatible:
@@ -80,7 +78,10 @@ class OpenAICompatible:
             if shape == "json":
                 yield answer.read_body(start + await response.read(MAX_ANSWER_BYTES))
             elif shape == "stream":
-                batches = StreamBatches(response, answer.stream_reader(), start)
+                limit = (
+                    None if request.stream else MAX_ANSWER_BYTES
+                )  # a whole answer is held as one
+                batches = StreamBatches(response, answer.stream_reader(), start, limit)
                 while batch := await batches.next():
                     yield batch
             else:
@@ -96,7 +97,7 @@ class OpenAICompatible:
         else:
             body = encode_request(request, call.upstream_model)
         headers = self._headers
-        if _REQUEST_ID.fullmatch(request.id):
+        if request.id.isascii() and request.id.isprintable():
             headers += b"X-Request-ID: %b\r\n" % request.id.encode()
         timeout = self._settings.timeout
         # A whole answer begins when all of it is there: only a stream has a first token to wait for.
@@ -128,24 +129,28 @@ async def _first_bytes(response: Response) -> bytes:
 class StreamBatches:
     """Events of a streamed answer, batch by batch: what arrived together stays together."""
 
-    __slots__ = ("_has_given", "_in_grace", "_reader", "_response", "_start")
+    __slots__ = ("_flowing", "_in_grace", "_limit", "_num_bytes", "_reader", "_response", "_start")
 
-    def __init__(self, response: Response, reader: StreamReader, start: bytes) -> None:
+    def __init__(
+        self, response: Response, reader: StreamReader, start: bytes, limit: int | None
+    ) -> None:
         self._response = response
         self._reader = reader
         self._start = start
-        self._has_given = False
+        self._limit = limit  # of bytes in all
+        self._num_bytes = 0
+        self._flowing = False  # content has come: from here on gaps are measured
         self._in_grace = False
 
     async def next(self) -> list[Event]:
         """The next batch; [] after the last. Raises what ended the answer, once all before it was given."""
         reader = self._reader
-        if self._has_given:
+        if self._flowing:
             self._response.progressed()  # only now: a client that reads slowly is not the upstream's fault
         while reader.failure is None and not reader.done:
             events = await self._read(reader)
             if events:
-                self._has_given = True
+                self._flowing = self._flowing or has_content(events)
                 return events
         if reader.failure is not None:
             raise reader.failure
@@ -163,6 +168,9 @@ class StreamBatches:
             data = await self._response.next()
         except UpstreamError as broken:
             return reader.end(broken)
+        self._num_bytes += len(data)
+        if self._limit is not None and self._num_bytes > self._limit:
+            raise UpstreamUnavailable(f"the answer is larger than {self._limit} bytes")
         return reader.feed(data) if data else reader.end()
 
 
@@ -197,6 +205,8 @@ class OpenAICompatibleType:
         key = settings.api_key
         if key is not None and header_fault("Authorization", f"Bearer {key.reveal()}"):
             faults.append("api_key: has a character that no header may carry")
+        if settings.options:
+            faults.append("options: not used by this type")
         return faults
 
     def prepare(self, settings: ProviderSettings, runtime: Runtime) -> None:

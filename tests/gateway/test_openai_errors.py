@@ -158,6 +158,25 @@ def refusal_of(body: bytes) -> InvalidRequest:
             "tool_choice",
             "invalid_value",
         ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function"}},
+            "tool_choice.function",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,AA"}]}]},
+            "messages[0].content[0].image_url.url",
+            "invalid_value",
+        ),
+        (
+            {
+                "messages": [
+                    USER | {"content": [{"type": "image_url", "image_url": "data:a/b;base64"}]}
+                ]
+            },
+            "messages[0].content[0].image_url.url",
+            "invalid_value",
+        ),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
         (
             {
@@ -386,7 +405,7 @@ def test_a_call_without_its_result_is_refused_and_named(following: list[Any]) ->
     result = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
     error = refusal(messages=[USER, calls, result, *following])
     assert error.message.endswith("response messages: call_2")
-    assert (error.param or "").startswith("messages[")
+    assert error.param == f"messages[{2 + len(following)}].role"
 
 
 # -- Bodies ----------------------------------------------------------------------------------------------------------
