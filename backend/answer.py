@@ -39,6 +39,7 @@ class Answer:
         self._num_prompt_tokens = 0
         self._num_output_tokens: dict[int, int] = {}
         self._num_cached_tokens: dict[int, int] = {}
+        self._guesses: dict[int, tuple[int, int]] = {}  # right, wrong
 
     def read(self, messages: list[Accepted | Rejected | Delta]) -> list[Event]:
         """Events of messages that came together. Raises GatewayError where the worker refused or failed."""
@@ -69,6 +70,8 @@ class Answer:
             raise UpstreamError(f"the engine gave up: {delta.error or reason}")
         choice = delta.index
         self._num_output_tokens[choice] = delta.num_output_tokens
+        num_accepted = delta.num_accepted_tokens
+        self._guesses[choice] = num_accepted, delta.num_draft_tokens - num_accepted
         if choice % self._n == 0:  # the prompt is counted once, so is what the cache saved of it
             self._num_cached_tokens[choice] = delta.num_cached_tokens
         if delta.text or delta.logprobs:
@@ -89,6 +92,8 @@ class Answer:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(self._num_output_tokens.values()),
             cached_tokens=sum(self._num_cached_tokens.values()),
+            accepted_prediction_tokens=sum(right for right, _ in self._guesses.values()),
+            rejected_prediction_tokens=sum(wrong for _, wrong in self._guesses.values()),
         )
 
 

@@ -35,8 +35,9 @@ class BestOf:
         # The first choice carries what the request cost beyond what it shows. The prompt is counted once, and
         # the first candidate knows how much of it the cache saved: the others found what that one computed.
         lasts = [deltas[-1] for deltas in self._deltas.values()]
-        hidden = sum(d.num_output_tokens for d in lasts) - sum(d.num_output_tokens for d in shown)
-        shown[0].num_output_tokens += hidden
+        for name in ("num_output_tokens", "num_draft_tokens", "num_accepted_tokens"):
+            hidden = sum(getattr(d, name) for d in lasts) - sum(getattr(d, name) for d in shown)
+            setattr(shown[0], name, getattr(shown[0], name) + hidden)
         shown[0].num_cached_tokens = self._deltas[min(self._deltas)][-1].num_cached_tokens
         return shown
 
@@ -52,4 +53,6 @@ class BestOf:
             [entry for delta in deltas for entry in delta.logprobs] if self.show_logprobs else [],
             last.finish_reason,
             last.stop_reason,
+            num_draft_tokens=last.num_draft_tokens,
+            num_accepted_tokens=last.num_accepted_tokens,
         )

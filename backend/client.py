@@ -135,6 +135,8 @@ _GAUGES = (
     ("cached_tokens", "num_cached_tokens"),
     ("prompt_tokens", "num_prompt_tokens"),
     ("output_tokens", "num_output_tokens"),
+    ("draft_tokens", "num_draft_tokens"),
+    ("accepted_tokens", "num_accepted_tokens"),
 )
 
 

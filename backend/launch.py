@@ -30,6 +30,8 @@ def setting_faults(settings: ProviderSettings) -> list[str]:
         extra = "pip install 'tidegate[backend]'"
         return [f'type: "engine" needs the backend extra: {extra} ({missing[0]} is missing)']
     faults = _path_faults(settings.path) + option_faults(settings.engine)
+    if not faults:
+        faults = _draft_faults(parse_options(settings.engine).draft_path)
     if settings.template and not Path(settings.template).is_file():
         faults.append(f"template: {settings.template}: no such file")
     unused = {
@@ -116,6 +118,14 @@ def _progress(description: str) -> Iterator[Callable[[int, int | None], None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+def _draft_faults(path: str) -> list[str]:
+    if not path:
+        return []
+    if path == DEMO or path.startswith(HUB):
+        return [f"engine.speculative: {path}: a draft model is a folder or a .gguf file"]
+    return [f"engine.speculative: {fault.removeprefix('path: ')}" for fault in _path_faults(path)]
 
 
 def _path_faults(path: str) -> list[str]:

@@ -12,6 +12,7 @@ from msgspec import Meta
 from backend.engine.config import EngineConfig
 
 Count = Annotated[int, Meta(ge=1)]
+DRAFT = "draft:"
 
 
 class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -26,12 +27,17 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     max_num_batched_tokens: Count = EngineConfig().max_num_batched_tokens
     kv_cache_gb: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
-    speculative: str = "off"
+    speculative: Annotated[str, Meta(pattern=r"^(off|auto|ngram|draft:.+)$")] = "off"
     tensor_parallel_size: Count = 1
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
     deterministic: bool = False
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     num_blocks: Count | None = None  # KV blocks, in place of kv_cache_gb
+
+    @property
+    def draft_path(self) -> str:
+        """Folder or .gguf file of the draft model; "": there is none."""
+        return self.speculative.removeprefix(DRAFT) if self.speculative.startswith(DRAFT) else ""
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -40,6 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             kv_cache_gb=self.kv_cache_gb,
             max_model_len=self.max_model_len,
             num_blocks=self.num_blocks,
+            speculative="ngram" if self.speculative in ("auto", "ngram") else "off",
         )
 
 
@@ -61,7 +68,6 @@ _NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "device": (("auto", "cpu"), "only the CPU engine is built so far; use auto or cpu"),
     "kv_cache_dtype": (("auto",), "a KV cache in another format is not built yet; use auto"),
     "gpu_memory_utilization": ((None,), "is for GPUs, which are not built yet; use kv_cache_gb"),
-    "speculative": (("off",), "speculative decoding is not built yet; use off"),
     "tensor_parallel_size": ((1,), "tensor parallelism is not built yet; use 1, or replicas"),
     "deterministic": ((False,), "batch-invariant kernels are not built yet; use false"),
 }

@@ -113,6 +113,8 @@ class Delta(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str = ""
+    num_draft_tokens: int = 0  # guessed so far
+    num_accepted_tokens: int = 0  # of those, right
 
 
 class Deltas(msgspec.Struct, tag="deltas"):
@@ -132,6 +134,8 @@ class Stats(msgspec.Struct, tag="stats"):
     num_cached_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 ToWorker = Hello | Generate | Abort

@@ -28,6 +28,7 @@ from backend.protocol import Ready
 from backend.worker_server import WorkerServer
 
 if TYPE_CHECKING:
+    from backend.models.batch import Model
     from backend.models.tokenizer import Tokenizer as ModelTokenizer
 
 LOAD_FAILED = 2
@@ -154,13 +155,40 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
-        engine = LLMEngine(loaded.model, loaded.tokenizer, options.engine_config())
+        engine = LLMEngine(
+            loaded.model,
+            loaded.tokenizer,
+            options.engine_config(),
+            draft_model=_load_draft(settings, loaded.tokenizer),
+        )
         template = _template(settings, loaded.tokenizer) or loaded.chat_template
     except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:
         raise LoadFault(str(exc) or type(exc).__name__) from exc
     return Loaded(
         engine, loaded.tokenizer, template, TemplateError, loaded.name, loaded.model.fingerprint
     )
+
+
+def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | None:
+    """The model that guesses tokens for the other. ValueError when it does not know the same ones."""
+    from backend.models.loader import load_model
+
+    options = settings.options
+    if not options.draft_path:
+        return None
+    draft = load_model(
+        Path(options.draft_path),
+        dtype=options.dtype,
+        quantization=options.quantization,
+        threads=settings.threads,
+    )
+    token_ids = range(tokenizer.vocab_size)
+    same_size = draft.tokenizer.vocab_size == tokenizer.vocab_size
+    if not same_size or any(
+        tokenizer.token_bytes(i) != draft.tokenizer.token_bytes(i) for i in token_ids
+    ):
+        raise ValueError(f"{options.draft_path}: the draft model has another tokenizer")
+    return draft.model
 
 
 def _model_path(settings: WorkerSettings) -> Path:

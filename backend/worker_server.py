@@ -163,6 +163,8 @@ def _delta(choice: Choice, output: StepOutput) -> Delta:
         output.finish_reason,
         output.stop_reason,
         output.error,
+        output.num_draft_tokens,
+        output.num_accepted_tokens,
     )
 
 
@@ -176,4 +178,6 @@ def _stats_message(stats: EngineStats) -> Stats:
         num_cached_tokens=stats.num_cached_tokens,
         num_prompt_tokens=stats.num_prompt_tokens,
         num_output_tokens=stats.num_output_tokens,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
     )

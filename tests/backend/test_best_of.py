@@ -42,6 +42,15 @@ def test_all_candidates_are_counted_and_the_cached_prompt_once():
     assert shown[0].num_cached_tokens == 16
 
 
+def test_guesses_of_all_candidates_are_counted():
+    ranking = BestOf(2, 1, 0, show_logprobs=False)
+    for index in range(2):
+        delta = ended(index, "x", 10)
+        delta.num_draft_tokens, delta.num_accepted_tokens = 8, 5 + index
+        shown = ranking.pass_through(delta, -1.0)
+    assert (shown[0].num_draft_tokens, shown[0].num_accepted_tokens) == (16, 11)
+
+
 def test_logprobs_leave_only_when_they_were_asked_for():
     for show_logprobs in (False, True):
         ranking = BestOf(1, 1, 0, show_logprobs=show_logprobs)

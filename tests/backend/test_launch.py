@@ -83,6 +83,18 @@ def test_faults_of_the_engine_table_are_told() -> None:
     assert faults(engine={"dtpe": "x"}) == ["engine.dtpe: unknown key; nearest: dtype"]
 
 
+def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    def told(draft: str) -> list[str]:
+        return faults(engine={"speculative": f"draft:{draft}"})
+
+    assert told("/no/such") == ["engine.speculative: /no/such: no such file or folder"]
+    assert told("hub:a/b") == [
+        "engine.speculative: hub:a/b: a draft model is a folder or a .gguf file"
+    ]
+    (tmp_path / "config.json").write_text("{}")
+    assert told(str(tmp_path)) == []
+
+
 @pytest.mark.parametrize(
     "fields", [{"base_url": "http://x"}, {"api_key": Secret("s3cret")}, {"options": {"a": 1}}]
 )

@@ -29,6 +29,21 @@ def test_values_reach_the_engine() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "drafter", "draft_path"),
+    [
+        ("off", "off", ""),
+        ("ngram", "ngram", ""),
+        ("auto", "ngram", ""),
+        ("draft:models/small.gguf", "off", "models/small.gguf"),
+    ],
+)
+def test_who_guesses_is_chosen_by_name(value: str, drafter: str, draft_path: str) -> None:
+    options = parse_options({"speculative": value})
+    assert option_faults({"speculative": value}) == []
+    assert (options.engine_config().speculative, options.draft_path) == (drafter, draft_path)
+
+
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
     assert option_faults({"max_num_seq": 1}) == [
         "engine.max_num_seq: unknown key; nearest: max_num_seqs"
@@ -57,6 +72,8 @@ def test_each_fault_has_a_line() -> None:
         ("threads", -1),
         ("deterministic", "yes"),
         ("num_blocks", 0),
+        ("speculative", "medusa"),
+        ("speculative", "draft:"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> None:
@@ -71,7 +88,6 @@ def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> Non
         ("device", "cuda", "only the CPU engine is built so far"),
         ("kv_cache_dtype", "int8", "not built yet"),
         ("gpu_memory_utilization", 0.9, "use kv_cache_gb"),
-        ("speculative", "ngram", "not built yet"),
         ("tensor_parallel_size", 2, "not built yet"),
         ("deterministic", True, "not built yet"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -14,6 +16,7 @@ from backend.client import EngineProvider
 from backend.connection import Replica
 from backend.options import EngineOptions, WorkerSettings
 from backend.protocol import encode_frame
+from gateway.endpoints.completions_encode import CompletionsCollector
 from plugins.errors import ContextLengthExceeded
 from plugins.events import Finished, Message, Request, Sampling, Text, TextDelta, Usage
 from plugins.interfaces import Call, Timeout
@@ -114,6 +117,62 @@ async def test_the_demo_model_knows_the_capital_of_france(worker: WorkerProcess)
     assert events[-2] == Finished("stop", 0)
     assert isinstance(events[-1], Usage)
     assert (events[-1].prompt_tokens, events[-1].completion_tokens) == (37, 8)
+
+
+async def completion(worker: WorkerProcess, *prompts: str | list[int], **sampling: Any) -> Any:
+    """The answer of /v1/completions, as JSON."""
+    request = Request("r", "completions", "m", prompts=[*prompts], sampling=Sampling(**sampling))
+    collector = CompletionsCollector(request)
+    async with (
+        Connected(worker) as provider,
+        aclosing(provider.stream(request, Call("m"))) as batches,
+    ):
+        async for batch in batches:
+            collector.add(batch)
+    body = collector.body()
+    assert b"NaN" not in body
+    return json.loads(body)
+
+
+async def test_an_echo_with_logprobs_has_no_value_for_its_first_token(
+    worker: WorkerProcess,
+) -> None:
+    prompt = "correct horse battery staple"
+    settings = {"temperature": 1.0, "top_k": 1, "max_tokens": 3}
+    answer = await completion(worker, prompt, echo=True, logprobs=True, top_logprobs=1, **settings)
+    (choice,) = answer["choices"]
+    lists = choice["logprobs"]
+    assert choice["text"].startswith(prompt)
+    assert (lists["token_logprobs"][0], lists["top_logprobs"][0]) == (None, None)
+    assert all(value <= 0.0 for value in lists["token_logprobs"][1:])
+    assert "".join(lists["tokens"]) == choice["text"]
+    for token, offset in zip(lists["tokens"], lists["text_offset"], strict=True):
+        assert choice["text"].startswith(token, offset)
+
+
+async def test_a_prompt_is_scored_without_an_answer(worker: WorkerProcess) -> None:
+    """What evaluation harnesses send to rank answers: engine-peers 6, report 30."""
+    sampling = {"echo": True, "logprobs": True, "top_logprobs": 1, "max_tokens": 0}
+    texts = ["The capital of France is Paris.", "The capital of France is cheese."]
+    answer = await completion(worker, *texts, **sampling)
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    paris, cheese = (sum(c["logprobs"]["token_logprobs"][1:]) for c in answer["choices"])
+    assert paris > cheese + 3
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_the_best_of_three_is_the_likeliest(worker: WorkerProcess) -> None:
+    settings = {
+        "max_tokens": 6,
+        "temperature": 1.5,
+        "seed": 1,
+        "logprobs": True,
+        "ignore_eos": True,
+    }
+    all_three = await completion(worker, "Once upon", n=3, **settings)
+    (best,) = (await completion(worker, "Once upon", n=1, best_of=3, **settings))["choices"]
+    means = {c["text"]: sum(c["logprobs"]["token_logprobs"]) for c in all_three["choices"]}
+    assert best["text"] == max(means, key=means.__getitem__)
 
 
 async def test_a_long_prompt_is_refused_with_the_numbers(worker: WorkerProcess) -> None:
