@@ -104,7 +104,7 @@ class Server:
 
 
 def prefer(pid: int | str) -> None:
-    """With BENCH_PREFER=1, let this session's processes (`autogroup`) run before all others of a machine that is shared.
+    """With BENCH_PREFER=1, let this session's processes (its `autogroup`) run before others on a shared machine.
 
     Needs root. What stays is the others' share of the caches, of memory bandwidth and of a core's second thread.
     """
