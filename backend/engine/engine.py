@@ -200,8 +200,7 @@ class LLMEngine:
             return self._runner.run(rows)
         started_s = self._clock()
         logits = self._runner.run(rows)
-        num_rows = sum(len(item.token_ids) for item in rows)
-        self._speculator.record_step(num_rows, self._clock() - started_s)
+        self._speculator.record_step(rows, self._clock() - started_s)
         return logits
 
     def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:

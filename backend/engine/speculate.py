@@ -8,15 +8,13 @@ many and when therefore never shows in the text, and the number may follow measu
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from backend.engine.ngram import TokenHistory
-from backend.engine.request import EngineRequest
+from backend.engine.request import EngineRequest, Rows
 
 MAX_DRAFTS = 10
-_MIN_GAIN = 0.02  # a guess less likely than this never pays, however cheap its row looks
 logger = logging.getLogger(__name__)
 
 
@@ -70,10 +68,10 @@ class Speculator:
         for request in running:
             request.drafts.clear()
         decoding = [request for request in running if request.num_wanted_tokens == 1]
-        price = self._cost.guess_price(len(decoding))
+        seconds = self._cost.with_guesses(len(decoding)) if decoding else []
         for request in decoding:
             limit = min(
-                guesses_worth(request.drafts.acceptance, price),
+                guesses_worth(request.drafts.acceptance, seconds),
                 request.max_output_tokens - request.num_output_tokens - 1,
                 self._max_position - request.num_tokens,
             )
@@ -96,8 +94,11 @@ class Speculator:
         num_guesses = sum(len(request.drafts.token_ids) for request in requests)
         self._cost.add_guesses(num_guesses, self._clock() - started_s)
 
-    def record_step(self, num_rows: int, seconds: float) -> None:
-        self._cost.add_step(num_rows, seconds)
+    def record_step(self, rows: Sequence[Rows], seconds: float) -> None:
+        """Steps with prefill rows say nothing about the price of a guess: those need no logits."""
+        num_rows = sum(len(item.token_ids) for item in rows)
+        if num_rows == sum(item.num_logits for item in rows):
+            self._cost.add_step(num_rows, seconds)
 
     def record(self, request: EngineRequest, output_ids: Sequence[int]) -> None:
         """`output_ids` is what the model made of the request's guesses."""
@@ -113,61 +114,59 @@ class Speculator:
         self._drafter.forget(request)
 
 
-def guesses_worth(acceptance: float, price: float) -> int:
-    """How many guesses pay, when each is right with `acceptance` and costs `price` tokens' worth of time.
+def guesses_worth(acceptance: float, seconds: Sequence[float]) -> int:
+    """How many guesses bring the most tokens a second: `seconds[k]` is what a step with k guesses takes.
 
     Guess k helps only when all before it are right too, so it brings acceptance ** k tokens.
     """
-    price = max(price, _MIN_GAIN)
-    if price >= 1.0 or acceptance <= price:
-        return 0
-    if acceptance >= 1.0:
-        return MAX_DRAFTS
-    return min(MAX_DRAFTS, int(math.log(price) / math.log(acceptance)))
+    best, best_speed, tokens = 0, 1.0 / seconds[0], 1.0
+    for k in range(1, len(seconds)):
+        tokens += acceptance**k
+        if tokens / seconds[k] > best_speed:
+            best, best_speed = k, tokens / seconds[k]
+    return best
 
 
 class StepCost:
-    """A step of n rows takes a + b * n seconds: a and b from the latest steps, by least squares."""
+    """What a step of n rows takes, as measured of late; between and beyond measured numbers it is interpolated.
 
-    PRIOR_SLOPE = 0.1  # b / a while too little is known
-    MAX_ROWS = 64  # longer steps are prefill: they say nothing about the price of a row more
-    _DECAY = 0.98
+    No formula: on a CPU kernels take rows in groups, so the cost goes up in stairs. The estimate follows faster steps
+    quickly and slower ones slowly: other programs only ever make a step slower.
+    """
+
+    PRIOR_SLOPE = 0.2  # a row more, in terms of what a step takes without any
+    MAX_ROWS = 256
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._rows2 = self._seconds = self._product = 0.0
+        self._seconds: dict[int, float] = {}  # by rows
         self._seconds_per_guess = 0.0
 
     def add_step(self, num_rows: int, seconds: float) -> None:
-        if num_rows > self.MAX_ROWS:
-            return
-        if self._weight > 8:  # a step that other programs held up
-            seconds = min(seconds, 3 * self._seconds / self._weight)
-        keep = self._DECAY
-        self._weight = keep * self._weight + 1.0
-        self._rows = keep * self._rows + num_rows
-        self._rows2 = keep * self._rows2 + num_rows * num_rows
-        self._seconds = keep * self._seconds + seconds
-        self._product = keep * self._product + num_rows * seconds
+        if num_rows <= self.MAX_ROWS and seconds > 0.0:
+            known = self._seconds.get(num_rows, seconds)
+            self._seconds[num_rows] = known + (0.3 if seconds < known else 0.03) * (seconds - known)
 
     def add_guesses(self, num_guesses: int, seconds: float) -> None:
         if num_guesses:
             self._seconds_per_guess += 0.1 * (seconds / num_guesses - self._seconds_per_guess)
 
-    def guess_price(self, num_requests: int) -> float:
-        """What a guess costs, in tokens that its time would bring when `num_requests` decode without guesses."""
-        slope, step = self._fit(num_requests)
-        return num_requests * (slope + self._seconds_per_guess) / step
+    def with_guesses(self, num_requests: int) -> list[float]:
+        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses."""
+        return [
+            self._of(num_requests * (1 + k)) + num_requests * k * self._seconds_per_guess
+            for k in range(MAX_DRAFTS + 1)
+        ]
 
-    def _fit(self, num_rows: int) -> tuple[float, float]:
-        """Seconds for one row more, and for a step of `num_rows`; without measurements in other units."""
-        if self._weight > 8 and self._seconds > 0.0:
-            rows, seconds = self._rows / self._weight, self._seconds / self._weight
-            variance = self._rows2 / self._weight - rows * rows
-            covariance = self._product / self._weight - rows * seconds
-            if variance > 0.25 and covariance > 0.0:
-                slope = covariance / variance
-                step = seconds + slope * (num_rows - rows)
-                if step > slope * num_rows:
-                    return slope, step
-            return seconds * self.PRIOR_SLOPE, seconds
-        return self.PRIOR_SLOPE, 1.0 + self.PRIOR_SLOPE * num_rows
+    def _of(self, num_rows: int) -> float:
+        if (known := self._seconds.get(num_rows)) is not None:
+            return known
+        below = max((n for n in self._seconds if n < num_rows), default=None)
+        above = min((n for n in self._seconds if n > num_rows), default=None)
+        if below is not None and above is not None:
+            share = (num_rows - below) / (above - below)
+            return (1 - share) * self._seconds[below] + share * self._seconds[above]
+        nearest = below or above
+        if nearest is None:
+            return 1.0 + self.PRIOR_SLOPE * num_rows
+        ratio = (1.0 + self.PRIOR_SLOPE * num_rows) / (1.0 + self.PRIOR_SLOPE * nearest)
+        return self._seconds[nearest] * ratio
