@@ -54,8 +54,8 @@ def test_what_comes_out_has_the_law_of_the_target(draft: np.ndarray, seed: int):
     assert p_value(counts, TARGET) > 0.01
 
 
-def test_a_law_that_is_not_the_guess_own_is_found_out():
-    """The test can fail: a guess taken by argmax and judged as if it were drawn (report 19)."""
+def test_report_19_a_law_that_is_not_the_guess_own_is_found_out():
+    """The test can fail: a guess taken by argmax and judged as if it were drawn."""
     draft, rng = DRAFTS["another law"], np.random.default_rng(0)
     counts = np.zeros(5)
     for _ in range(NUM_DRAWS):
@@ -100,7 +100,7 @@ def speculated(
     [{}, {"temperature": 0.5}, {"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.3}, {"temperature": 2.0}],
     ids=str,
 )
-def test_guessing_does_not_change_the_law(seeded: bool, params: dict[str, Any]):
+def test_report_18_guessing_does_not_change_the_law(seeded: bool, params: dict[str, Any]):
     counts, _ = speculated(NUM_DRAWS, 1000, seeded=seeded, **params)
     assert p_value(counts, law(LOGITS, SamplingParams(**params))) > 0.01
 

@@ -316,6 +316,14 @@ def test_report_21_the_seed_fixes_and_varies_the_text(how: str):
 
 
 @pytest.mark.parametrize("how", ["ngram", "draft"])
+def test_report_22_logprobs_are_those_without_guesses(how: str):
+    item = request("a", [3, 1, 4, 1, 5] * 3, max_tokens=40, logprobs=1, frequency_penalty=-2.0)
+    outputs = run(speculating(how), item)
+    assert outputs["a"].num_accepted_tokens > 5
+    assert_same(outputs, {"a": run(new_engine(), item)["a"]})
+
+
+@pytest.mark.parametrize("how", ["ngram", "draft"])
 def test_report_23_rows_in_prefill_do_not_shift_the_logprobs(how: str):
     engine, (first, *others) = speculating(how, max_num_batched_tokens=8), mixed(7)
     engine.add(first)
