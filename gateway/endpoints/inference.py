@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from gateway.auth import Authenticator
 from gateway.endpoints.asgi import (
     JSON,
+    CancelledWhenClientLeaves,
     ClientGone,
     Headers,
-    cancelled_when_client_leaves,
     check_json_content_type,
     read_body,
     send_body,
@@ -70,7 +70,7 @@ class InferenceEndpoint:
             check_json_content_type(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = self._dialect.decode(body, request_id, time.monotonic())
-            async with cancelled_when_client_leaves(receive):
+            with CancelledWhenClientLeaves(receive):
                 if request.stream:
                     await self._stream(request, principal, send, headers)
                 else:
