@@ -63,7 +63,9 @@ class Gateway:
         self.accounting = Accounting(self.store, parts.observers, self.telemetry)
         only_providers = {name: provider for name, (_, provider) in self.providers.items()}
         self.readiness = Readiness(only_providers, self.routes.any_ready, clock)
-        self.telemetry.observe(only_providers, self.store, self.accounting)
+        self.telemetry.observe(
+            only_providers, self.store, self.accounting, self.routes.open_breakers
+        )
         self.pipeline = Pipeline(
             limiter=LocalLimiter(clock),
             filters=FilterChain(parts.filters),
@@ -76,7 +78,9 @@ class Gateway:
         authenticator = Authenticator(config.auth)
         self.models = ModelsEndpoint(self.routes, authenticator, int(time.time()))
         self.inference = {
-            f"/v1/{path}": InferenceEndpoint(dialect, self.pipeline, authenticator, max_body_bytes)
+            f"/v1/{path}": InferenceEndpoint(
+                dialect, self.pipeline, authenticator, max_body_bytes, self.telemetry.refuse
+            )
             for path, dialect in (
                 ("chat/completions", ChatEndpoint()),
                 ("completions", CompletionsEndpoint()),
