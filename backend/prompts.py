@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from backend.engine.grammar_spec import GrammarSpec, InvalidGrammar
 from backend.engine.params import GenerationRequest, InvalidGeneration, check_token_ids
 from backend.protocol import Generate, Rejected
+
+if TYPE_CHECKING:
+    from backend.engine.grammar import CompiledGrammar, GrammarCompiler
 
 MAX_ROWS = 1024  # prompts x n of one request
 INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside the event loop
@@ -61,6 +65,7 @@ class ChatTemplate(Protocol):
 class Prompt:
     token_ids: list[int]
     text: str  # what `echo` gives back
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(slots=True)
@@ -72,6 +77,7 @@ class PromptReader:
     template_error: type[Exception]
     max_model_len: int
     vocab_size: int
+    grammars: GrammarCompiler | None = None  # None: this model cannot be held to a form
     _max_chars: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +89,8 @@ class PromptReader:
 
     def is_long(self, request: Generate) -> bool:
         """Whether reading it would hold up the event loop."""
+        if request.grammar and self.grammars and not self.grammars.has(request.grammar):
+            return True
         if request.messages is not None:
             return _chat_chars(request) > INLINE_CHARS
         return sum(len(prompt) for prompt in request.prompts) > INLINE_CHARS
@@ -100,7 +108,19 @@ class PromptReader:
                 f"{len(prompts)} prompts of {request.n} choices; the limit is {MAX_ROWS} in all"
             )
             raise Refused(message, "n")
+        if request.grammar is not None:
+            grammar = self._compile(request.grammar)
+            for prompt in prompts:
+                prompt.grammar = grammar
         return prompts
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        if self.grammars is None:
+            raise Refused(f"{spec.param}: this model cannot be held to a form", spec.param)
+        try:
+            return self.grammars.compile(spec)
+        except InvalidGrammar as exc:
+            raise Refused(f"Invalid {spec.param}: {exc}", spec.param, "invalid_value") from exc
 
     def _chat(self, request: Generate) -> Prompt:
         if self.template is None:
@@ -179,6 +199,7 @@ def make_rows(request: Generate, prompts: list[Prompt], row_prefix: str) -> list
                     params,
                     request.klass,
                     request.cache_salt,
+                    prompt.grammar.start() if prompt.grammar else None,
                 )
             )
     return rows

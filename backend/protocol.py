@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from backend.engine.grammar_spec import GrammarSpec
 from backend.engine.params import FinishReason, RequestClass, SamplingParams
 
 VERSION = 1
@@ -47,6 +48,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     klass: RequestClass = RequestClass.STANDARD
     cache_salt: bytes = b""
     echo: bool = False
+    grammar: GrammarSpec | None = None
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backend.answer_form import grammar_spec
 from backend.engine.params import RequestClass, SamplingParams
 from backend.protocol import Generate
 from plugins.errors import InvalidRequest, Unsupported
@@ -32,11 +33,6 @@ _REFUSED_FIELDS = (
     "function_call",
     "web_search_options",
     "audio",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "use_beam_search",
 )
 
@@ -56,6 +52,7 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
         klass=RequestClass[request.klass.upper()],
         cache_salt=_cache_salt(request, tenant),
         echo=sampling.echo,
+        grammar=grammar_spec(request),
     )
     if request.dialect == "completions":
         generate.prompts = request.prompts
@@ -184,11 +181,9 @@ def _refuse_media(message: Message, index: int) -> None:
 
 
 def _refuse(request: Request) -> None:
-    sampling, form, choice = request.sampling, request.response_format, request.tool_choice
+    sampling, choice = request.sampling, request.tool_choice
     if not 1 <= sampling.n <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {sampling.n}", param="n")
-    if form is not None and form.kind != "text":
-        raise _unsupported("response_format", f"type {form.kind} is not built yet; use text")
     if choice is not None and _must_call(choice.mode, choice.allowed_mode):
         raise _unsupported("tool_choice", "forcing a call is not built yet; use auto or none")
     if sampling.best_of is not None and sampling.best_of > sampling.n:

@@ -28,6 +28,7 @@ from backend.protocol import Ready
 from backend.worker_server import WorkerServer
 
 if TYPE_CHECKING:
+    from backend.engine.grammar import GrammarCompiler
     from backend.models.tokenizer import Tokenizer as ModelTokenizer
 
 LOAD_FAILED = 2
@@ -49,6 +50,7 @@ class Loaded:
     template_error: type[Exception]
     name: str
     fingerprint: str
+    grammars: GrammarCompiler | None = None
 
 
 Load = Callable[[WorkerSettings], Loaded]
@@ -129,6 +131,7 @@ def _new_server(loaded: Loaded) -> WorkerServer:
         loaded.template_error,
         engine.max_model_len,
         engine.vocab_size,
+        loaded.grammars,
     )
     num_blocks = engine.stats().num_blocks
     ready = Ready(
@@ -142,6 +145,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     from backend.engine.engine import (
         LLMEngine,  # torch takes seconds to import: only where it is used
     )
+    from backend.engine.grammar import GrammarCompiler
     from backend.models.chat_template import TemplateError
     from backend.models.loader import ModelLoadError, load_model
 
@@ -159,7 +163,13 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:
         raise LoadFault(str(exc) or type(exc).__name__) from exc
     return Loaded(
-        engine, loaded.tokenizer, template, TemplateError, loaded.name, loaded.model.fingerprint
+        engine,
+        loaded.tokenizer,
+        template,
+        TemplateError,
+        loaded.name,
+        loaded.model.fingerprint,
+        GrammarCompiler(loaded.tokenizer) if loaded.tokenizer.eos_ids else None,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from backend.engine.block_pool import BlockPool, root_digest
 from backend.engine.config import EngineConfig, kv_cache_blocks
 from backend.engine.detokenizer import Detokenizer, EngineTokenizer
+from backend.engine.grammar import MaskThread
 from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
 from backend.engine.params import (
@@ -62,6 +63,7 @@ class LLMEngine:
             model, num_blocks, config.block_size, config.max_num_seqs, self.max_model_len
         )
         self._sampler = Sampler(self.vocab_size)
+        self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
         self._totals = dict.fromkeys(("steps", "cached", "prompt", "output"), 0)
@@ -100,6 +102,8 @@ class LLMEngine:
             rules=LogitRules(params, request.prompt_ids, eos_ids)
             if LogitRules.needed(params)
             else None,
+            grammar=request.grammar,
+            markers=request.markers,
         )
         self._num_arrivals += 1
         self._requests[request.request_id] = engine_request
@@ -122,14 +126,16 @@ class LLMEngine:
             return []
         self._totals["steps"] += 1
         try:
+            masks = self._masks.begin([request.grammar for request, _ in scheduled])
             sampled, logits = self._runner.run(scheduled)
+            masks.result()
             draws = self._sampler.sample(logits[:, : self.vocab_size], sampled)
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
             return [self._fail(request, f"the model failed: {exc}") for request, _ in scheduled]
         self._record_computed(scheduled, sampled, draws)
         return [
-            self._fail(request, "the model's logits are not numbers")
+            self._fail(request, _why_no_draw(request))
             if draw is None
             else self._advance(request, draw)
             for request, draw in zip(sampled, draws, strict=True)
@@ -175,10 +181,10 @@ class LLMEngine:
             finish_reason = "stop"
             stop_reason = token_id if token_id in params.stop_token_ids else None
         else:
-            text = detokenizer.push(self._tokenizer.token_bytes(token_id), match_stop=may_stop)
-            if request.num_output_tokens == request.max_output_tokens:
+            text = detokenizer.push(self._shown_bytes(token_id, request), match_stop=may_stop)
+            finish_reason = _end_of_output(request)
+            if finish_reason is not None:
                 text += detokenizer.finish(match_stop=may_stop)
-                finish_reason = "length"
         if detokenizer.matched_stop is not None:
             finish_reason, stop_reason = "stop", detokenizer.matched_stop
         self._count(request)
@@ -195,6 +201,9 @@ class LLMEngine:
             num_cached_tokens=request.num_cached_tokens,
             num_output_tokens=request.num_output_tokens,
         )
+
+    def _shown_bytes(self, token_id: int, request: EngineRequest) -> bytes:
+        return request.markers.get(token_id) or self._tokenizer.token_bytes(token_id)
 
     def _ends_turn(self, token_id: int, request: EngineRequest) -> bool:
         if token_id in request.params.stop_token_ids:
@@ -227,6 +236,19 @@ class LLMEngine:
         self._scheduler.finish(request)
         if not self._requests:
             self._pool.check_integrity(())
+
+
+def _end_of_output(request: EngineRequest) -> FinishReason | None:
+    """Whether the request is through without an end-of-turn token. A whole text at the limit is whole."""
+    if request.grammar is not None and request.grammar.is_finished:
+        return "stop"
+    return "length" if request.num_output_tokens == request.max_output_tokens else None
+
+
+def _why_no_draw(request: EngineRequest) -> str:
+    if request.grammar is not None and request.grammar.error:
+        return f"the grammar cannot go on: {request.grammar.error}"
+    return "the model's logits are not numbers"
 
 
 def _context_len(config: EngineConfig, model: Model, num_blocks: int) -> int:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from backend.engine.block_pool import BlockKey, extend_keys
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.logit_rules import LogitRules
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import RequestClass, SamplingParams, TokenConstraint
 
 
 class Status(Enum):
@@ -33,6 +33,8 @@ class EngineRequest:
     root: bytes  # parent of the first block's key
     detokenizer: Detokenizer
     rules: LogitRules | None  # None: the logits are used as they come
+    grammar: TokenConstraint | None = None  # None: every token is legal
+    markers: dict[int, bytes] = field(default_factory=dict[int, bytes])  # special tokens to show
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -76,6 +78,8 @@ class EngineRequest:
         self.token_ids.append(token_id)
         if self.rules is not None:
             self.rules.append(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
     def extend_keys(self, block_size: int) -> None:
         extend_keys(self.block_keys, self.root, self.token_ids, block_size)

@@ -46,10 +46,7 @@ class Sampler:
 
     def _sample_row(self, raw: np.ndarray, request: EngineRequest) -> Draw | None:
         params = request.params
-        logits = raw
-        if request.rules is not None:
-            logits = raw.copy()
-            request.rules.apply(logits)
+        logits = _legal_logits(raw, request)
         best = int(logits.argmax())  # the first NaN, if there is one
         if not math.isfinite(logits[best]):
             return None
@@ -101,6 +98,25 @@ class Sampler:
         """Logarithms of the finishing times of `ids` [n] -> [n] float64; the smallest wins."""
         log_weights = (logits[ids].astype(np.float64) - peak) / temperature
         return np.log(self._noise.exponential(key, ids)) - log_weights
+
+
+def _legal_logits(raw: np.ndarray, request: EngineRequest) -> np.ndarray:
+    """What the request's rules and grammar make of its row; `raw` stays as it is.
+
+    Where they leave no token (min_tokens forbids the end, the grammar all else), the grammar has it.
+    """
+    rules, grammar = request.rules, request.grammar
+    if rules is None and grammar is None:
+        return raw
+    logits = raw.copy()
+    if rules is not None:
+        rules.apply(logits)
+    if grammar is not None:
+        grammar.apply(logits)
+        if rules is not None and logits.max() == -math.inf:
+            logits = raw.copy()
+            grammar.apply(logits)
+    return logits
 
 
 def head_ids(

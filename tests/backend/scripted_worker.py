@@ -7,6 +7,7 @@ from pathlib import Path
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import LLMEngine
+from backend.engine.grammar import GrammarCompiler
 from backend.models.chat_template import ChatTemplate, TemplateError
 from backend.options import WorkerSettings
 from backend.worker import Loaded, exit_now, main
@@ -20,7 +21,8 @@ def load_script(settings: WorkerSettings) -> Loaded:
     tokenizer = ScriptTokenizer(script["pieces"])
     engine = LLMEngine(ScriptModel(script), tokenizer, EngineConfig(num_blocks=1024))
     template = ChatTemplate(script.get("template", TEMPLATE), bos_token="", eos_token="")
-    return Loaded(engine, tokenizer, template, TemplateError, "script", "script-1")
+    grammars = GrammarCompiler(tokenizer)
+    return Loaded(engine, tokenizer, template, TemplateError, "script", "script-1", grammars)
 
 
 if __name__ == "__main__":

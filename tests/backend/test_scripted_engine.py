@@ -13,7 +13,17 @@ import pytest
 
 from backend.client import EngineProvider
 from backend.connection import Replica
-from plugins.events import Event, Finished, Message, Request, Sampling, Text, TextDelta
+from plugins.errors import InvalidRequest
+from plugins.events import (
+    Event,
+    Finished,
+    Message,
+    Request,
+    ResponseFormat,
+    Sampling,
+    Text,
+    TextDelta,
+)
 from plugins.interfaces import Call, Timeout
 from plugins.manager import collect_parts
 from tests.backend.scripted_engine import ROOT
@@ -57,7 +67,7 @@ async def test_a_script_is_said_through_the_real_engine(tmp_path: Path) -> None:
     request = chat(sampling=Sampling(stop=["STOP"]))
     with scripted(tmp_path, {"hex": "f09f"}, {"hex": "9880"}, {"t": "ab ST"}, {"t": "OP c"}) as it:
         events = await events_of(it, request)
-    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "😀ab "
+    assert text_of(events) == "😀ab "
     assert [e for e in events if isinstance(e, Finished)] == [Finished("stop", 0, "STOP")]
 
 
@@ -70,3 +80,30 @@ def test_a_config_gets_the_plugin_in_a_copy(tmp_path: Path) -> None:
     config.write_text("[server]\nport = 1\n")
     assert str(PLUGIN) in with_plugin(config).read_text()
     assert str(PLUGIN) not in config.read_text()
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, TextDelta))
+
+
+async def test_a_response_format_holds_whatever_the_model_says(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "ja"}}, "required": ["a"]}
+    form = ResponseFormat("json_schema", {**schema, "additionalProperties": False}, "n")
+    request = chat(response_format=form, sampling=Sampling(n=2, temperature=0.0))
+    with scripted(tmp_path, {"t": "Sure! Here"}, {"t": " is your JSON"}) as provider:
+        events = await events_of(provider, request)
+    for choice in range(2):
+        of_choice = [e for e in events if isinstance(e, TextDelta) and e.choice == choice]
+        assert json.loads("".join(e.text for e in of_choice)) == {"a": "ja"}
+    assert [e.reason for e in events if isinstance(e, Finished)] == ["stop", "stop"]
+
+
+async def test_a_schema_that_cannot_be_compiled_is_a_refusal_that_names_the_field(
+    tmp_path: Path,
+) -> None:
+    form = ResponseFormat("json_schema", {"$ref": "http://example.com/s"}, "n", strict=True)
+    with scripted(tmp_path, {"t": "x"}) as provider:
+        with pytest.raises(InvalidRequest, match=r"example\.com") as refused:
+            await events_of(provider, chat(response_format=form))
+        assert refused.value.param == "response_format"
+        assert text_of(await events_of(provider, chat())) == "x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -15,7 +16,16 @@ from backend.connection import Replica
 from backend.options import EngineOptions, WorkerSettings
 from backend.protocol import encode_frame
 from plugins.errors import ContextLengthExceeded
-from plugins.events import Finished, Message, Request, Sampling, Text, TextDelta, Usage
+from plugins.events import (
+    Finished,
+    Message,
+    Request,
+    ResponseFormat,
+    Sampling,
+    Text,
+    TextDelta,
+    Usage,
+)
 from plugins.interfaces import Call, Timeout
 from tests.backend.worker_process import WorkerProcess
 
@@ -122,3 +132,25 @@ async def test_a_long_prompt_is_refused_with_the_numbers(worker: WorkerProcess) 
     async with Connected(worker) as provider:
         with pytest.raises(ContextLengthExceeded, match=r"512 tokens.*resulted in 6\d\d tokens"):
             await answer(provider, request)
+
+
+async def test_the_demo_model_answers_in_the_schema_asked_for(worker: WorkerProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    question = Message("user", [Text("Name a city in France, and whether it is big.")])
+    request = Request(
+        "r",
+        "chat",
+        "m",
+        messages=[question],
+        sampling=Sampling(temperature=1.0, seed=5, max_tokens=80),
+        response_format=ResponseFormat("json_schema", schema, "city", strict=True),
+    )
+    async with Connected(worker) as provider:
+        value = json.loads(await answer(provider, request))
+    assert list(value) == ["city", "big"]
+    assert isinstance(value["big"], bool)
