@@ -24,11 +24,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
 	@echo "Installing Tidegate and its engine into $(VENV) (once; torch is the large part) ..."
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[backend]'
+	$(PIP) install -qq $(CONSTRAINTS) -e '.[backend]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[backend,dev]'
+	$(PIP) install -qq $(CONSTRAINTS) -e '.[backend,dev]'
 	@touch $@ $(VENV)/.installed
 
 serve: install

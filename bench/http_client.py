@@ -136,9 +136,14 @@ async def bench(url: str, num_requests: int, in_flight: int, num_chunks: int) ->
             response.progressed()
         response.close()
 
-    async def provided(words: bytes, stream: bool, verbatim: bool) -> None:
-        async for _ in provider.stream(chat(words, stream), Call("m", verbatim=verbatim)):
-            pass
+    def provided(words: bytes, stream: bool, verbatim: bool) -> Callable[[], Awaitable[object]]:
+        request, call = chat(words, stream), Call(words.decode(), verbatim=verbatim)
+
+        async def one() -> None:
+            async for _ in provider.stream(request, call):
+                pass
+
+        return one
 
     async def report(name: str, one: Callable[[], Awaitable[object]], per: int, total: int) -> None:
         await in_parallel(one, in_flight, in_flight)  # connections open, code warm
@@ -151,15 +156,12 @@ async def bench(url: str, num_requests: int, in_flight: int, num_chunks: int) ->
     await report("client, request of 1 kB", plain, 1, num_requests)
     await report("client, paced chunk", lambda: streamed(b"paced"), num_chunks, streams)
     await report("client, flooded chunk", lambda: streamed(b"flood"), num_chunks, streams)
-    await report("provider, verbatim request", lambda: provided(text, False, True), 1, num_requests)
-    await report(
-        "provider, request as events", lambda: provided(text, False, False), 1, num_requests
-    )
+    await report("provider, verbatim request", provided(text, False, True), 1, num_requests)
+    await report("provider, request as events", provided(text, False, False), 1, num_requests)
     for words in (b"paced", b"flood"):
         for verbatim in (True, False):
             name = f"provider, {words.decode()} chunk {'verbatim' if verbatim else 'as events'}"
-            call = lambda w=words, v=verbatim: provided(w, True, v)  # noqa: E731
-            await report(name, call, num_chunks, streams)
+            await report(name, provided(words, True, verbatim), num_chunks, streams)
     await client.aclose()
     await provider.aclose()
 

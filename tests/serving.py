@@ -25,6 +25,8 @@ import psutil
 import redis
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+"""Which installation is served: this checkout's, unless a test says another."""
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "it") -> Any:
@@ -64,14 +66,11 @@ class Tidegate:
             f"[server]\nport = {self.port}\nshutdown_grace_s = 10\n\n{config}", encoding="utf-8"
         )
         self.log = folder / "log.txt"
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--config", "config.toml"]
+        command = [PYTHON, "-m", "gateway.cli", "serve", "--config", "config.toml"]
+        here = {"PYTHONPATH": str(ROOT)} if sys.executable == PYTHON else {}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdout=log,
-                stderr=log,
+                command, cwd=folder, env=os.environ | here, stdout=log, stderr=log
             )
 
     def ready(self) -> bool:

@@ -28,7 +28,10 @@ W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and co
 def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype, quantization: str) -> Linear:
     """One product for several stacked matrices of equal width (q, k and v; gate and up)."""
     matrix = torch.cat([weight.dequantize() for weight in weights])
-    wide = DenseLinear(matrix.to(dtype))
+    if dtype == torch.bfloat16 and not has_prepacked_linear(dtype):
+        wide: Linear = WidenedLinear(DenseLinear(matrix))
+    else:
+        wide = DenseLinear(matrix.to(dtype))
     if quantization == "w4" and fits_int4(*matrix.shape) and has_int4_linear():
         return FewRowsLinear(Int4Linear(matrix), wide)
     return wide
@@ -52,6 +55,16 @@ class DenseLinear:
         if self._prepacked:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], None)
         return F.linear(x, self._weight)
+
+
+class WidenedLinear:
+    """For processors without bfloat16 products: they emulate them ten times slower than they compute in float32."""
+
+    def __init__(self, exact: Linear) -> None:
+        self._exact = exact
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._exact(x.float()).to(x.dtype)
 
 
 class Int4Linear:

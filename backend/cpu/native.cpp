@@ -20,6 +20,9 @@
 #include <new>
 #include <thread>
 #include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -153,6 +156,11 @@ static INLINE vfloat exp(vfloat x) {
     p = fma(p, r * r, r + 1.0f);
     vint scale = (__builtin_convertvector(x < -87.3f ? vfloat{} : n, vint) + 127) << 23;
     return x < -87.3f ? vfloat{} : p * (vfloat)scale;
+}
+
+// Blocks of a cache lie scattered, so the processor does not foresee the next one.
+static INLINE void prefetch(const float* p, int count) {
+    for (int i = 0; i < count; i += 16) __builtin_prefetch(p + i, 0, 2);
 }
 
 static INLINE vfloat silu(vfloat x) { return x / (exp(-x) + 1.0f); }
@@ -591,7 +599,7 @@ struct Step {
 };
 
 constexpr int KEY_TILE = 64;    // keys between two rescalings of the running softmax
-constexpr int QUERY_TILE = 48;  // query rows of one piece, heads of a group folded in
+constexpr int QUERY_TILE = 96;  // query rows of one piece, heads of a group folded in
 
 struct AttentionPiece {
     int seq, kv_head, first, last;  // rows of the step
@@ -716,14 +724,17 @@ class Model {
         const int context_len = step.context_lens[piece.seq];
         const int after = step.query_start[piece.seq + 1] - piece.last;  // rows of the sequence behind this piece
         const int end = context_len - after;                             // keys that the last row sees
+        const auto block_at = [&](int key) { return head_base + (table[key / size] * int64_t(size) + key % size) * dim; };
         for (int start = 0; start < end; start += KEY_TILE) {
             const int num_keys = std::min(KEY_TILE, end - start), num_blocks = (num_keys + 15) / 16;
             const float *key_blocks[KEY_TILE / 16], *value_blocks[KEY_TILE / 16];
             for (int b = 0; b < num_blocks; b++) {
-                const int at = start + b * 16;
-                const int64_t base = head_base + (table[at / size] * int64_t(size) + at % size) * dim;
+                const int64_t base = block_at(start + b * 16);
                 key_blocks[b] = step.keys[layer] + base, value_blocks[b] = step.values[layer] + base;
+                prefetch(value_blocks[b], 16 * dim);
             }
+            for (int at = start + KEY_TILE; at < std::min(end, start + 2 * KEY_TILE); at += 16)
+                prefetch(step.keys[layer] + block_at(at), 16 * dim);
             score_tile(query, rows, key_blocks, num_blocks, scores);
             for (int r = 0; r < rows; r++) {
                 float* s = scores + r * KEY_TILE;
@@ -846,6 +857,16 @@ static const char OUT_OF_MEMORY[] = "out of memory";
 extern "C" {
 
 int tidegate_lanes() { return LANES; }
+
+// Asks for 2 MiB pages, before the first write: weights and caches span thousands of small ones.
+void tidegate_use_huge_pages(void* start, int64_t num_bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096, first = ((uintptr_t)start + page - 1) / page * page, end = (uintptr_t)start + num_bytes;
+    if (first < end) madvise((void*)first, end - first, MADV_HUGEPAGE);
+#else
+    (void)start, (void)num_bytes;
+#endif
+}
 
 // Bytes of a packed matrix; -1 when this kind or number of columns cannot be packed.
 int64_t tidegate_packed_bytes(int kind, int rows, int cols) {

@@ -15,16 +15,11 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from backend.cpu.packed import PackedWeight
+from backend.cpu.native_abi import Config, Matrix, Step
 
 KINDS = (
     "F32",
@@ -34,7 +29,6 @@ KINDS = (
     "Q4_0",
     "Q4_1",
 )  # in the order of `enum Kind`; others become F32
-PANEL_ROWS = 16
 BUILD_TIMEOUT_S = 180
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
@@ -43,53 +37,6 @@ _TARGETS = (["-march=native"], ["-mcpu=native"], [])  # x86, Arm, and a compiler
 
 class NativeUnavailableError(Exception):
     """Why this machine has no native tier, in one line."""
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("cols", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("data", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    ]
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [
-        ("attn_norm", ctypes.c_void_p),
-        ("mlp_norm", ctypes.c_void_p),
-        ("qkv", Matrix),
-        ("attn_out", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
-    ]
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Config(ctypes.Structure):
-    _fields_ = [
-        *_fields(ctypes.c_int32, "num_layers hidden ffn heads kv_heads head_dim vocab threads"),
-        *_fields(ctypes.c_float, "eps score_scale"),
-        *_fields(ctypes.c_void_p, "inv_freq norm"),
-        ("embed", Matrix),
-        ("lm_head", Matrix),
-        ("layers", ctypes.POINTER(Layer)),
-    ]
-
-
-class Step(ctypes.Structure):
-    _fields_ = [
-        *_fields(ctypes.c_int32, "num_tokens num_seqs num_logits block_size max_blocks num_blocks"),
-        *_fields(
-            ctypes.c_void_p, "token_ids positions slots query_start context_lens block_tables"
-        ),
-        *_fields(ctypes.c_void_p, "logits_rows keys values logits"),
-    ]
 
 
 def native_available() -> str | None:
@@ -128,6 +75,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     c_int, c_ptr = ctypes.c_int, ctypes.c_void_p
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "tidegate_lanes": (c_int, []),
+        "tidegate_use_huge_pages": (None, [c_ptr, ctypes.c_int64]),
         "tidegate_packed_bytes": (ctypes.c_int64, [c_int, c_int, c_int]),
         "tidegate_pack": (None, [c_int, c_ptr, ctypes.c_int64, c_ptr, c_int, c_int, c_ptr]),
         "tidegate_linear": (ctypes.c_char_p, [ctypes.POINTER(Matrix), c_ptr, c_int, c_ptr, c_int]),
@@ -234,68 +182,3 @@ def _locked(path: Path):  # -> Iterator[None]
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NativeMatrix:
-    """One packed matrix `[rows, cols]`; `struct` points into `data`, so keep the object while it is in use."""
-
-    struct: Matrix
-    data: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel()
-
-
-def pack_matrix(weights: Sequence[PackedWeight], order: np.ndarray | None = None) -> NativeMatrix:
-    """Stack matrices of equal width and bring them into panels; row i is row `order[i]` of the stack.
-
-    A kind without a kernel, or a stack of mixed kinds, is kept as float32.
-    """
-    kinds = {w.kind for w in weights}
-    kind = kinds.pop() if len(kinds) == 1 else "F32"
-    rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    if any(w.shape[1] != cols for w in weights):
-        raise ValueError(
-            f"matrices of different widths cannot be stacked: {[w.shape for w in weights]}"
-        )
-    if kind not in KINDS:
-        kind = "F32"
-    raw = np.concatenate([w.raw if w.kind == kind else _as_f32(w) for w in weights])
-    order = np.arange(rows) if order is None else order
-    if sorted(order.tolist()) != list(range(rows)):
-        raise ValueError(f"order is no permutation of {rows} rows")
-    return _packed(KINDS.index(kind), np.ascontiguousarray(raw), order.astype(np.int64), cols)
-
-
-def _as_f32(weight: PackedWeight) -> np.ndarray:
-    return weight.dequantize().numpy().view(np.uint8)
-
-
-def _packed(kind: int, raw: np.ndarray, order: np.ndarray, cols: int) -> NativeMatrix:
-    library, rows = native_library(), len(order)
-    num_bytes = library.tidegate_packed_bytes(kind, rows, cols)
-    if num_bytes < 0:
-        raise ValueError(f"a {KINDS[kind]} matrix of {rows} x {cols} cannot be packed")
-    data = torch.empty(num_bytes, dtype=torch.uint8)
-    library.tidegate_pack(
-        kind, raw.ctypes.data, raw.shape[1], order.ctypes.data, rows, cols, data.data_ptr()
-    )
-    return NativeMatrix(Matrix(kind, rows, cols, 0, data.data_ptr(), None), data)
-
-
-def native_linear(x: Tensor, weight: NativeMatrix, threads: int = 1) -> Tensor:
-    """float32 x [T, cols] -> x @ weight.T [T, rows]. Starts threads of its own: for tests and measurements."""
-    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != weight.struct.cols:
-        raise ValueError(
-            f"x must be float32 [T, {weight.struct.cols}], got {x.dtype} {list(x.shape)}"
-        )
-    x, y = x.contiguous(), torch.empty(x.shape[0], weight.struct.rows)
-    if x.shape[0]:
-        fault = native_library().tidegate_linear(
-            ctypes.byref(weight.struct), x.data_ptr(), x.shape[0], y.data_ptr(), threads
-        )
-        if fault:
-            raise MemoryError(fault.decode())
-    return y

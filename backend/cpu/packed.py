@@ -50,7 +50,8 @@ class PackedWeight:
             )
         if self.kind == "BF16":
             return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16)
-        return torch.from_numpy(dequantize_blocks(raw, GGMLQuantizationType[self.kind]))
+        with np.errstate(all="ignore"):  # a damaged scale makes a damaged weight, no warning
+            return torch.from_numpy(dequantize_blocks(raw, GGMLQuantizationType[self.kind]))
 
     def rows_permuted(self, order: np.ndarray) -> PackedWeight:
         """The same weight with its rows in another order; blocks lie within rows, so no value changes."""

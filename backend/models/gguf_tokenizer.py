@@ -33,11 +33,13 @@ _LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_PRE = {
+_PRE = {  # the same rules under other names
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
-}  # same thing, other names
+    "starcoder": "smollm",
+    "refact": "smollm",
+}
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:

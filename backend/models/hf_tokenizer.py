@@ -99,9 +99,9 @@ def _strips_first_space(document: Mapping[str, Any]) -> bool:
 
 
 def _without_special(document: Mapping[str, Any]) -> dict[str, Any]:
-    """No text can form a special token; they leave the model's own vocabulary too, post-processing names them."""
+    """No text can form a special token then."""
     added = [token for token in document.get("added_tokens") or [] if not token.get("special")]
-    return {**document, "added_tokens": added, "post_processor": None}
+    return {**document, "added_tokens": added}
 
 
 def _added_around(core: Core) -> tuple[list[int], list[int]]:

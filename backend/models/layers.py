@@ -1,4 +1,4 @@
-"""The small layers that families share, as plain torch on whole-step tensors `[num_tokens, ...]`."""
+"""Rotary position embedding, which the families share, on whole-step tensors `[num_tokens, ...]`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ import torch
 from torch import Tensor
 
 from backend.models.config import ModelConfig, RopeScaling
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight`, reduced in float32.  x [T, D], weight [D] -> [T, D]."""
-    x32 = x.float()
-    scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
-    scale.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return x32.mul(scale).mul_(weight).to(x.dtype)
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -45,7 +37,7 @@ class RotaryTable:
         self._grow(1024)
 
     def at(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """positions [T], all below `longest` -> cos [T, 1, head_dim], sin [T, 1, head_dim / 2]."""
+        """positions [T], all below `longest` -> cos and signed sin, each [T, 1, head_dim]."""
         if longest > self._cos.shape[0]:
             self._grow(1 << (longest - 1).bit_length())
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
@@ -53,13 +45,9 @@ class RotaryTable:
     def _grow(self, num_positions: int) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), self._inv_freq)
         self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(self._dtype)
-        self._sin = angles.sin().to(self._dtype)
+        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half rotary embedding.  x [T, heads, head_dim] -> the same shape, contiguous."""
-    half = sin.shape[-1]
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin)
-    return out
+    """Rotate-half rotary embedding; `sin` carries the minus of the first half.  x [T, heads, head_dim] -> the same."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

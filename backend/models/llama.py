@@ -19,7 +19,7 @@ from backend.models.batch import Batch, KVCache
 from backend.models.checkpoint import Checkpoint, checkpoint_fingerprint
 from backend.models.config import ModelConfig
 from backend.models.errors import ModelLoadError
-from backend.models.layers import RotaryTable, inverse_frequencies, rms_norm, rotate
+from backend.models.layers import RotaryTable, inverse_frequencies, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _CheckedReader:
 
 class _Layer:
     def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype, quantization: str) -> None:
-        self.attn_norm, self.mlp_norm = weights.attn_norm, weights.mlp_norm
+        self.attn_norm, self.mlp_norm = weights.attn_norm.to(dtype), weights.mlp_norm.to(dtype)
         self.qkv = make_linear(weights.qkv, dtype, quantization)
         self.attn_out = make_linear([weights.attn_out], dtype, quantization)
         self.gate_up = make_linear(weights.gate_up, dtype, quantization)
@@ -126,7 +126,7 @@ class Llama:
         )
         self._embedding = weights.embed.dequantize().to(dtype)
         self._layers = [_Layer(layer, dtype, quantization) for layer in weights.layers]
-        self._norm = weights.norm
+        self._norm = weights.norm.to(dtype)
         self._lm_head: Linear = make_linear([weights.lm_head], dtype, quantization)
         self._rotary = RotaryTable(weights.inv_freq, dtype)
 
@@ -148,18 +148,20 @@ class Llama:
             batch.query_start, batch.context_lens, batch.block_tables, kv.block_size, self.dtype
         )
         cos, sin = self._rotary.at(batch.positions, max(batch.context_lens))
-        eps = self.config.rms_norm_eps
         x = self._embedding.index_select(0, batch.token_ids)
         for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):
-            qkv = layer.qkv(rms_norm(x, layer.attn_norm, eps))
+            qkv = layer.qkv(self._normed(x, layer.attn_norm))
             query, key, value = self._split_heads(qkv, cos, sin)
             write_cache(keys, batch.slot_mapping, key)
             write_cache(values, batch.slot_mapping, value)
             x += layer.attn_out(attend(query, keys, values, plan))
-            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
             x += layer.down(F.silu(gate).mul_(up))
         x = x.index_select(0, batch.logits_rows)
-        return self._lm_head(rms_norm(x, self._norm, eps)).float()
+        return self._lm_head(self._normed(x, self._norm)).float()
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
     def _split_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 KV) * D] -> rotated query [T, H, D] and key [T, KV, D], value [T, KV, D]."""

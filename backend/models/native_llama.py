@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.cpu import native
-from backend.cpu.native import NativeMatrix, pack_matrix
+from backend.cpu import native, native_abi
+from backend.cpu.native_matrix import Arena, NativeMatrix, huge_pages, pack_matrix
+from backend.cpu.packed import PackedWeight
 from backend.models.batch import Batch, KVCache
 from backend.models.config import ModelConfig
 from backend.models.llama import LlamaLayerWeights, LlamaWeights
@@ -69,10 +70,11 @@ class NativeLlama:
         self.max_position = max_position or config.max_position
         self.fingerprint = f"{weights.fingerprint}-native-f32"
         self.threads = threads or native.default_threads()
+        self._arena = Arena()
         self._matrices: list[NativeMatrix] = []
         self._vectors: list[Tensor] = []
         self._library = native.native_library()
-        self._layers = (native.Layer * config.num_layers)(*map(self._layer, weights.layers))
+        self._layers = (native_abi.Layer * config.num_layers)(*map(self._layer, weights.layers))
         self._handle = self._library.tidegate_model_new(ctypes.byref(self._struct(weights)))
         if not self._handle:
             raise MemoryError("the native tier could not allocate its model or start its threads")
@@ -91,67 +93,32 @@ class NativeLlama:
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         if block_size % KEYS_ABREAST:
             raise ValueError(f"block_size must be a multiple of {KEYS_ABREAST}, got {block_size}")
-        shape = (self.config.num_kv_heads, num_blocks, block_size, self.config.head_dim)
-        layers = range(self.config.num_layers)
-        return KVCache(
-            [torch.zeros(shape) for _ in layers], [torch.zeros(shape) for _ in layers], block_size
-        )
+        c = self.config
+        shape = (2, c.num_layers, c.num_kv_heads, num_blocks, block_size, c.head_dim)
+        keys, values = huge_pages(shape, torch.float32).zero_().unbind()
+        return KVCache(list(keys.unbind()), list(values.unbind()), block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """-> float32 logits [num_logits, vocab_size]. Raises ValueError for a batch that points outside."""
         keys, values = self._cache_pointers(kv)
-        num_tokens = len(batch.token_ids)
-        token_ids = _int64(batch.token_ids, "token_ids", num_tokens)
-        positions = _int64(batch.positions, "positions", num_tokens)
-        slots = _int64(batch.slot_mapping, "slot_mapping", num_tokens)
-        logits_rows = _int64(batch.logits_rows, "logits_rows", len(batch.logits_rows))
-        num_seqs = len(batch.context_lens)
-        tables = batch.block_tables.to(torch.int32).contiguous()
-        if (
-            tables.dim() != 2
-            or tables.shape[0] != num_seqs
-            or len(batch.query_start) != num_seqs + 1
-        ):
-            raise ValueError(
-                f"{num_seqs} context_lens, {len(batch.query_start)} query_start and block_tables"
-                f" {list(tables.shape)} do not describe the same sequences"
-            )
-        logits = torch.empty(len(logits_rows), self.vocab_size)
-        if not num_tokens:
+        inputs = _StepInputs(batch)
+        logits = torch.empty(len(inputs.logits_rows), self.vocab_size)
+        if not len(inputs.token_ids):
             return logits
-        query_start = np.asarray(batch.query_start, dtype=np.int32)
-        context_lens = np.asarray(batch.context_lens, dtype=np.int32)
-        step = native.Step(
-            num_tokens,
-            num_seqs,
-            len(logits_rows),
-            kv.block_size,
-            tables.shape[1],
-            kv.num_blocks,
-            token_ids.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            query_start.ctypes.data,
-            context_lens.ctypes.data,
-            tables.data_ptr(),
-            logits_rows.data_ptr(),
-            ctypes.addressof(keys),
-            ctypes.addressof(values),
-            logits.data_ptr(),
-        )
+        step = inputs.struct(kv, keys, values, logits)
         fault = self._library.tidegate_forward(self._handle, ctypes.byref(step))
         if fault == b"out of memory":
-            raise MemoryError(f"no memory for a step of {num_tokens} tokens")
+            raise MemoryError(f"no memory for a step of {len(inputs.token_ids)} tokens")
         if fault:
             raise ValueError(f"{fault.decode()} of this step points outside its range")
         return logits
 
-    def _struct(self, weights: LlamaWeights) -> native.Config:
+    def _struct(self, weights: LlamaWeights) -> native_abi.Config:
         c = self.config
         embed = self._matrix([weights.embed])
         tied = weights.lm_head is weights.embed
-        return native.Config(
+        return native_abi.Config(
             c.num_layers,
             c.hidden_size,
             c.intermediate_size,
@@ -169,8 +136,8 @@ class NativeLlama:
             self._layers,
         )
 
-    def _layer(self, layer: LlamaLayerWeights) -> native.Layer:
-        return native.Layer(
+    def _layer(self, layer: LlamaLayerWeights) -> native_abi.Layer:
+        return native_abi.Layer(
             self._vector(layer.attn_norm),
             self._vector(layer.mlp_norm),
             self._matrix(layer.qkv),
@@ -179,8 +146,10 @@ class NativeLlama:
             self._matrix([layer.down]),
         )
 
-    def _matrix(self, weights: Sequence, order: np.ndarray | None = None) -> native.Matrix:
-        self._matrices.append(pack_matrix(weights, order))
+    def _matrix(
+        self, weights: Sequence[PackedWeight], order: np.ndarray | None = None
+    ) -> native_abi.Matrix:
+        self._matrices.append(pack_matrix(weights, order, self._arena))
         return self._matrices[-1].struct
 
     def _vector(self, vector: Tensor) -> int:
@@ -203,6 +172,50 @@ class NativeLlama:
 
 
 _Pointers = ctypes.Array[ctypes.c_void_p]
+
+
+class _StepInputs:
+    """A batch in the types that the library reads; keeps them alive for the call."""
+
+    def __init__(self, batch: Batch) -> None:
+        num_tokens, num_seqs = len(batch.token_ids), len(batch.context_lens)
+        self.token_ids = _int64(batch.token_ids, "token_ids", num_tokens)
+        self.positions = _int64(batch.positions, "positions", num_tokens)
+        self.slots = _int64(batch.slot_mapping, "slot_mapping", num_tokens)
+        self.logits_rows = _int64(batch.logits_rows, "logits_rows", len(batch.logits_rows))
+        self.query_start = np.asarray(batch.query_start, dtype=np.int32)
+        self.context_lens = np.asarray(batch.context_lens, dtype=np.int32)
+        self.tables = batch.block_tables.to(torch.int32).contiguous()
+        if self.query_start.shape != (num_seqs + 1,):
+            raise ValueError(
+                f"query_start must have {num_seqs + 1} elements for {num_seqs} sequences"
+            )
+        if self.tables.dim() != 2 or len(self.tables) != num_seqs:
+            raise ValueError(
+                f"block_tables must be [{num_seqs}, max_blocks], got {list(self.tables.shape)}"
+            )
+
+    def struct(
+        self, kv: KVCache, keys: _Pointers, values: _Pointers, logits: Tensor
+    ) -> native_abi.Step:
+        return native_abi.Step(
+            num_tokens=len(self.token_ids),
+            num_seqs=len(self.context_lens),
+            num_logits=len(self.logits_rows),
+            block_size=kv.block_size,
+            max_blocks=self.tables.shape[1],
+            num_blocks=kv.num_blocks,
+            token_ids=self.token_ids.data_ptr(),
+            positions=self.positions.data_ptr(),
+            slots=self.slots.data_ptr(),
+            query_start=self.query_start.ctypes.data,
+            context_lens=self.context_lens.ctypes.data,
+            block_tables=self.tables.data_ptr(),
+            logits_rows=self.logits_rows.data_ptr(),
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            logits=logits.data_ptr(),
+        )
 
 
 def _int64(values: Tensor, name: str, size: int) -> Tensor:

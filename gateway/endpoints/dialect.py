@@ -26,7 +26,11 @@ class StreamEncoder(Protocol):
         ...
 
     def end(self) -> bytes:
-        """The usage chunk, if asked for, and what closes the stream. Called once, after the last batch."""
+        """The usage chunk, if asked for, and what closes the stream. Called once, after the last batch.
+
+        Raises:
+            UpstreamUnavailable: nothing finished, or a choice that began did not; `error` must close the stream.
+        """
         ...
 
     def error(self, error: GatewayError) -> bytes:

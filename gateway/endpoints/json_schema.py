@@ -10,7 +10,7 @@ from plugins.events import Json
 
 _TYPES = frozenset({"string", "number", "integer", "object", "array", "boolean", "null"})
 _MAPS = ("properties", "$defs", "definitions", "patternProperties")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalProperties", "not")
 
 
@@ -43,7 +43,7 @@ def _inner(fields: Json, context: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
             for i, part in enumerate(cast(list[Any], inner)):
                 yield (*context, key, str(i)), part
     for key in _SINGLES:
-        if key in fields:
+        if key in fields and not isinstance(fields[key], list):  # "items" may be a list
             yield (*context, key), fields[key]
 
 

@@ -23,7 +23,7 @@ class VerbatimChoice(Struct):
 
 
 class VerbatimChunk(Struct):
-    choices: list[VerbatimChoice] = []
+    choices: list[VerbatimChoice] | None = None
 
 
 _verbatim_decoder = msgspec.json.Decoder(VerbatimChunk)
@@ -160,4 +160,5 @@ class OpenAIStreamEncoder:
 def _choices_in(data: bytes) -> list[int]:
     """The choices that verbatim events speak of; needed where it is not plain from the request."""
     events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
-    return [choice.index for event in events for choice in _verbatim_decoder.decode(event).choices]
+    chunks = [_verbatim_decoder.decode(event) for event in events]
+    return [choice.index for chunk in chunks for choice in chunk.choices or ()]

@@ -153,7 +153,7 @@ class AnswerReader:
             events.append(TextDelta("\ufffd", index))
             state.high_surrogate = ""
         close_calls(index, state, events)
-        state.finished = True
+        self._state.finish(state)
         events.append(Finished(reason, index))
 
     def _finish_reason(self, reason: str, state: ChoiceState) -> FinishReason:

@@ -6,7 +6,6 @@ upstream really sent decides how it is read, not what was asked for.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
@@ -32,7 +31,6 @@ MAX_ERROR_BYTES = 256 * 1024
 GRACE_S = (
     5.0  # for what may be left out: the text of an error, the usage after the last choice has ended
 )
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 class OpenAICompatible:
@@ -96,7 +94,7 @@ class OpenAICompatible:
         else:
             body = encode_request(request, call.upstream_model)
         headers = self._headers
-        if _REQUEST_ID.fullmatch(request.id):
+        if request.id.isascii() and request.id.isprintable():
             headers += b"X-Request-ID: %b\r\n" % request.id.encode()
         timeout = self._settings.timeout
         # A whole answer begins when all of it is there: only a stream has a first token to wait for.
@@ -197,6 +195,8 @@ class OpenAICompatibleType:
         key = settings.api_key
         if key is not None and header_fault("Authorization", f"Bearer {key.reveal()}"):
             faults.append("api_key: has a character that no header may carry")
+        if settings.options:
+            faults.append("options: not used by this type")
         return faults
 
     def prepare(self, settings: ProviderSettings, runtime: Runtime) -> None:

@@ -14,6 +14,7 @@ from plugins.events import Json
 from plugins.secrets import Secret, redact
 
 MAX_MESSAGE_CHARS = 2000
+MAX_WORD_CHARS = 200
 _KEY_LIKE = re.compile(
     r"\b(?:sk|pk|rk|key|gsk|xai|hf)[-_][\w*.…-]{3,}|[\w-]*\*{3,}[\w*-]*|(?i:bearer)\s+[\w.~+/=*-]+"
 )
@@ -53,9 +54,9 @@ class ErrorReader:
         text = self._clean(message) if isinstance(message, str) and message.strip() else ""
         return UpstreamError(
             text or f"provider {self._name}: answered with an error and status {status}",
-            param=_text(fields.get("param")),
-            code=_code(fields.get("code")),
-            type=_text(fields.get("type")) or _type_of(status),
+            param=self._word(fields.get("param")),
+            code=self._word(fields.get("code")),
+            type=self._word(fields.get("type")) or _type_of(status),
             status=status,
         )
 
@@ -73,6 +74,12 @@ class ErrorReader:
 
     def _clean(self, text: str) -> str:
         return _KEY_LIKE.sub("***", redact(text, self._secrets))[:MAX_MESSAGE_CHARS]
+
+    def _word(self, value: Any) -> str | None:
+        """A text, a number as text, or None; as clean as the message, for an echo may stand in any field."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        return self._clean(value)[:MAX_WORD_CHARS] if isinstance(value, str) and value else None
 
     def _retry_after_s(self, headers: Mapping[bytes, bytes]) -> float | None:
         """`retry-after-ms` first, as OpenAI's clients do; then seconds or an HTTP date (RFC 9110, 10.2.3)."""
@@ -136,15 +143,6 @@ def _error_status(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 400 <= value <= 599 else None
-
-
-def _text(value: Any) -> str | None:
-    return value[:200] if isinstance(value, str) and value else None
-
-
-def _code(value: Any) -> str | None:
-    """Clients read a text or null, never a number."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value)
 
 
 def _number(value: bytes | None) -> float | None:

@@ -31,11 +31,12 @@ class ChoiceState:
 
 
 class AnswerState:
-    __slots__ = ("choices", "started", "usage")
+    __slots__ = ("choices", "num_finished", "started", "usage")
 
     def __init__(self) -> None:
         self.started: Started | None = None
         self.choices: dict[int, ChoiceState] = {}
+        self.num_finished = 0
         self.usage: Usage | None = None
 
     def choice(self, index: int) -> ChoiceState:
@@ -44,6 +45,11 @@ class AnswerState:
             state = self.choices[index] = ChoiceState()
         return state
 
+    def finish(self, choice: ChoiceState) -> None:
+        """Once per choice."""
+        choice.finished = True
+        self.num_finished += 1
+
     def all_finished(self, at_least: int = 1) -> bool:
         """Whether that many choices have begun and every one that began has ended."""
-        return len(self.choices) >= at_least and all(c.finished for c in self.choices.values())
+        return self.num_finished >= at_least and self.num_finished == len(self.choices)

@@ -130,12 +130,17 @@ def _accept_chat(choice: ChatChunkChoice, state: AnswerState) -> bool:
         return False
     if delta.tool_calls is not None and not _accept_pieces(delta.tool_calls, known):
         return False
-    if finishes and known is not None and not all(c.has_arguments for c in known.calls):
-        return False  # a call without arguments still needs its "{}"
+    if (
+        finishes
+        and known is not None
+        and not all(call.announced and call.has_arguments for call in known.calls)
+    ):
+        return False  # a call still waits for its name, or for the "{}" of no arguments
     known = state.choice(choice.index)
     if delta.tool_calls is not None:
         _note_pieces(delta.tool_calls, known)
-    known.finished = finishes
+    if finishes:
+        state.finish(known)
     return True
 
 
@@ -143,20 +148,26 @@ def _accept_text(choice: TextChunkChoice, state: AnswerState) -> bool:
     known = state.choice(choice.index)
     if known.finished or known.high_surrogate:
         return False
-    known.finished = choice.finish_reason is not None
+    if choice.finish_reason is not None:
+        state.finish(known)
     return True
 
 
 def _accept_pieces(pieces: list[ToolCallPiece], choice: ChoiceState | None) -> bool:
     """Calls are counted from 0; the first piece of each brings id, type and name, and no other does."""
-    num_calls = 0 if choice is None else len(choice.calls)
+    num_calls = num_known = 0 if choice is None else len(choice.calls)
     for piece in pieces:
+        known = None if choice is None else choice.calls_by_upstream_index.get(piece.index)
         fields = (piece.id, piece.type, piece.name)
-        if piece.index == num_calls and all(field is not UNSET for field in fields):
-            num_calls += 1
-        elif piece.index >= num_calls or any(field is not UNSET for field in fields):
+        if known is not None or num_known <= piece.index < num_calls:
+            goes_on = known is None or (known.announced and known.index == piece.index)
+            if not goes_on or any(field is not UNSET for field in fields):
+                return False
+        elif piece.index != num_calls or any(field is UNSET for field in fields):
             return False
-    return choice is None or all(call.announced for call in choice.calls)
+        else:
+            num_calls += 1
+    return True
 
 
 def _note_pieces(pieces: list[ToolCallPiece], choice: ChoiceState) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backend.models import chat_template
+from backend.models import template_sandbox
 from backend.models.chat_template import ChatTemplate, TemplateError
 from backend.models.gguf import GGUFFile
 
@@ -94,6 +94,10 @@ def test_special_tokens_and_other_variables_are_there() -> None:
         render("{{ bos_token }}{{ eos_token }}{{ enable_thinking }}", enable_thinking=False)
         == "<s></s>False"
     )
+
+
+def test_a_request_cannot_replace_the_models_own_tokens() -> None:
+    assert render("{{ bos_token }}", bos_token="evil") == "<s>"
 
 
 def test_the_clock_of_strftime_now_is_injected() -> None:
@@ -188,6 +192,11 @@ def test_a_continued_message_ends_trimmed_where_the_template_trims() -> None:
     assert out.endswith("<|im_start|>assistant\nThe capital is")
 
 
+def test_a_continued_message_is_rendered_without_a_generation_prompt() -> None:
+    out = render("{{ add_generation_prompt }} " + CHATML, PREFILL, continue_final_message=True)
+    assert out.startswith("False ")
+
+
 def test_an_empty_message_can_be_continued() -> None:
     out = render(CHATML, [*USER, {"role": "assistant", "content": ""}], continue_final_message=True)
     assert out.endswith("<|im_start|>assistant\n")
@@ -253,7 +262,7 @@ def test_broken_jinja_is_refused_at_once(text: str) -> None:
 def test_a_template_that_would_run_for_ever_is_stopped(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "MAX_TURNS", 10_000)
+    monkeypatch.setattr(template_sandbox, "MAX_TURNS", 10_000)
     assert "loop turns" in refused(text)
 
 
@@ -277,7 +286,7 @@ def test_a_template_cannot_ask_for_a_huge_value(text: str) -> None:
 
 
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CHARS", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_CHARS", 1000)
     assert "more than 1000 characters" in refused("{% for i in range(2000) %}x{% endfor %}")
 
 

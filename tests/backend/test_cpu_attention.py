@@ -74,6 +74,7 @@ CASES: dict[str, list[Span]] = {
     "decodes of unlike lengths": [(1, 1), (1, 70), (1, 5), (1, 33), (1, 6)],
     "a first chunk": [(9, 9)],
     "a later chunk": [(3, 14)],
+    "a chunk after a single token": [(5, 6)],
     "two chunks": [(4, 4), (5, 11)],
     "decodes around a chunk": [(1, 12), (6, 6), (1, 3), (2, 9), (1, 13)],
 }

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from backend.cpu import linear
-from backend.cpu.linear import W4_MAX_ROWS, DenseLinear, FewRowsLinear, Int4Linear, make_linear
+from backend.cpu.linear import (
+    W4_MAX_ROWS,
+    DenseLinear,
+    FewRowsLinear,
+    Int4Linear,
+    WidenedLinear,
+    make_linear,
+)
 from backend.cpu.packed import pack
 
 ROWS = [1, 2, 4, 5, 33]
@@ -74,6 +81,15 @@ def test_four_bit_weights_serve_few_rows_and_dense_ones_the_rest() -> None:
 
 @pytest.mark.parametrize("shape", [(48, 40), (41, 64)], ids=["width", "height"])
 def test_a_shape_that_the_four_bit_kernel_cannot_take_stays_dense(shape: tuple[int, int]) -> None:
-    assert isinstance(
-        make_linear([pack(random_weights(*shape))], torch.bfloat16, "w4"), DenseLinear
-    )
+    product = make_linear([pack(random_weights(*shape))], torch.bfloat16, "w4")
+    assert not isinstance(product, FewRowsLinear)
+
+
+def test_where_bfloat16_products_are_emulated_float32_ones_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "has_prepacked_linear", lambda dtype: dtype == torch.float32)
+    weight, x = random_weights(), inputs(5).bfloat16()
+    product = make_linear([pack(weight)], torch.bfloat16, "none")
+    assert isinstance(product, WidenedLinear)
+    assert torch.equal(product(x), DenseLinear(weight)(x.float()).bfloat16())

@@ -124,9 +124,12 @@ def test_a_torch_tensor_is_packed_without_a_copy() -> None:
     assert packed.raw.ctypes.data == tensor.data_ptr()
 
 
-def test_the_fingerprint_changes_with_any_tensor(tmp_path: Path, tiny: Path) -> None:
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
+def test_the_fingerprint_changes_with_either_end_of_a_tensor(
+    tmp_path: Path, tiny: Path, at: int
+) -> None:
     weights = tiny_llama.tensors()
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    weights["model.layers.1.mlp.up_proj.weight"][at, at] += 1
     other = tiny_llama.write_gguf(tmp_path / "other.gguf", weights)
     first, second = (checkpoint_fingerprint(GGUFCheckpoint(GGUFFile(p))) for p in (tiny, other))
     assert first != second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ MAX_LOGPROB_ERROR = 1e-3
 
 
 @pytest.fixture(scope="module", params=["portable", "native"])
-def loaded(request: pytest.FixtureRequest, demo_model_path: Path) -> LoadedModel:
+def loaded(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LoadedModel]:
+    """On one thread: two that share busy cores wait for each other at every operator."""
+    before = torch.get_num_threads()
     wants_native = request.param == "native"
-    model = load_model(demo_model_path, dtype="float32", native=wants_native)
+    model = load_model(demo_model_path, dtype="float32", threads=1, native=wants_native)
     if wants_native and type(model.model).__name__ != "NativeLlama":
         pytest.skip("no native tier on this machine")
-    return model
+    yield model
+    torch.set_num_threads(before)
 
 
 def test_every_prompt_gets_the_ids_of_the_original(loaded: LoadedModel) -> None:

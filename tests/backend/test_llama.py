@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from backend.models.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from backend.models.config import ModelConfig, RopeScaling
 from backend.models.errors import ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.layers import inverse_frequencies
 from backend.models.llama import Llama, read_llama_weights
 from tests.backend import tiny_llama
-from tests.backend.tiny_llama import CONFIG, dense_logits, step
+from tests.backend.tiny_llama import CONFIG, dense_logits, make_batch, step
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 IDS = [3, 40, 41, 200, 7, 7, 99, 150, 31, 12, 64, 5, 77, 180, 21, 90, 33, 34, 35, 36, 37, 210, 8]
@@ -99,6 +101,21 @@ def test_only_the_wanted_rows_have_logits(llama: Llama) -> None:
     assert logits.shape == (2, CONFIG.vocab_size)
 
 
+FORMATS = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "w4")]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
+def test_a_chunk_may_want_no_logits_at_all(
+    folder: Path, dtype: torch.dtype, quantization: str
+) -> None:
+    model = build(folder, dtype, quantization)
+    kv = model.new_kv_cache(8, 4)
+    batch = make_batch(kv, [IDS[:6]], [6], [[0, 1]])
+    batch.logits_rows = batch.logits_rows[:0]
+    assert model.forward(batch, kv).shape == (0, CONFIG.vocab_size)
+    assert kv.keys[1][:, 0].abs().sum() > 0
+
+
 def test_rows_beside_it_do_not_change_a_sequence(llama: Llama) -> None:
     alone = step(llama, llama.new_kv_cache(8, 4), [IDS[:6]], [6], [[0, 1]])[0]
     kv = llama.new_kv_cache(8, 4)
@@ -153,6 +170,30 @@ def test_scaled_rotary_equals_the_dense_formula(folder: Path, scaling: RopeScali
     assert (got - dense_logits(tiny_llama.tensors(), IDS)[-1].float()).abs().max() > 1e-3
 
 
+def test_llama3_scaling_keeps_fast_pairs_slows_slow_ones_and_blends_between() -> None:
+    """By wavelength, as the Llama 3.1 release words it."""
+    scaling = RopeScaling(
+        "llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+    config = replace(CONFIG, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
+    plain = inverse_frequencies(replace(config, rope_scaling=None)).tolist()
+    kinds = set()
+    for before, after in zip(plain, inverse_frequencies(config).tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4:
+            kinds.add("fast")
+            wanted = before
+        elif wavelength > 8192 / 1:
+            kinds.add("slow")
+            wanted = before / 8
+        else:
+            kinds.add("between")
+            share = (8192 / wavelength - 1) / (4 - 1)
+            wanted = (1 - share) * before / 8 + share * before
+        assert after == pytest.approx(wanted, rel=1e-5)
+    assert kinds == {"fast", "slow", "between"}
+
+
 def test_positions_past_the_first_rotary_table_grow_it(folder: Path) -> None:
     config = replace(CONFIG, max_position=4096)
     model = Llama(read_llama_weights(SafetensorsCheckpoint(folder), config), torch.float32)
@@ -174,9 +215,9 @@ def test_four_bit_weights_serve_a_four_bit_checkpoint_almost_losslessly(tmp_path
 
 
 def test_the_fingerprint_tells_formats_apart(folder: Path) -> None:
-    kinds = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "w4")]
     assert (
-        len({build(folder, dtype, quantization).fingerprint for dtype, quantization in kinds}) == 3
+        len({build(folder, dtype, quantization).fingerprint for dtype, quantization in FORMATS})
+        == 3
     )
 
 

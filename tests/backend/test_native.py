@@ -1,8 +1,7 @@
-"""The native CPU tier against torch and against the portable Llama. Skipped only where it really cannot be built."""
+"""The native CPU tier's products against torch, and how its library is built."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -11,32 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import quantize
 
 from backend.cpu import native
-from backend.cpu.native import NativeUnavailableError, native_linear, pack_matrix
-from backend.cpu.packed import PackedWeight, pack
-from backend.models.batch import Batch, KVCache
-from backend.models.config import ModelConfig
-from backend.models.layers import inverse_frequencies
-from backend.models.llama import Llama, LlamaLayerWeights, LlamaWeights
-from backend.models.native_llama import NativeLlama, build_native, unsupported
-
-BLOCK_SIZE = 16
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=90,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    max_position=512,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-)
+from backend.cpu.native import NativeUnavailableError
+from backend.cpu.native_matrix import KINDS, native_linear, pack_matrix
+from backend.cpu.packed import PackedWeight
+from tests.backend.native_weights import random_rows, random_weight
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,21 +24,8 @@ def _needs_the_native_tier():
         pytest.skip(f"no native tier: {reason}")
 
 
-def random_weight(kind: str, rows: int, cols: int, seed: int = 0) -> PackedWeight:
-    values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) / cols**0.5
-    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    if kind in dtypes:
-        return pack(values.to(dtypes[kind]))
-    raw = quantize(values.numpy(), GGMLQuantizationType[kind])
-    return PackedWeight(kind, np.ascontiguousarray(raw), (rows, cols))
-
-
-def random_rows(rows: int, cols: int) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 16, 33, 250])
-@pytest.mark.parametrize("kind", native.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_product_equals_torch_on_the_dequantized_weight(kind: str, num_rows: int):
     weight = random_weight(kind, 70, 96)
     x = random_rows(num_rows, 96)
@@ -68,7 +34,7 @@ def test_a_product_equals_torch_on_the_dequantized_weight(kind: str, num_rows: i
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", native.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_whatever_its_batch_mates(kind: str):
     weight, x = pack_matrix([random_weight(kind, 70, 96)]), random_rows(33, 96)
     alone = torch.cat([native_linear(row, weight) for row in x.split(1)])
@@ -79,7 +45,7 @@ def test_a_row_has_the_same_bits_whatever_its_batch_mates(kind: str):
 def test_a_kind_without_a_kernel_is_kept_as_float32():
     weight = random_weight("Q5_1", 32, 64)
     packed = pack_matrix([weight])
-    assert native.KINDS[packed.struct.kind] == "F32"
+    assert KINDS[packed.struct.kind] == "F32"
     x = random_rows(3, 64)
     torch.testing.assert_close(native_linear(x, packed), x @ weight.dequantize().T)
 
@@ -129,240 +95,6 @@ def test_matrices_of_different_widths_are_refused():
         pack_matrix([random_weight("F32", 16, 32), random_weight("F32", 16, 48)])
 
 
-def random_weights(kinds: str = "Q4_1", config: ModelConfig = CONFIG) -> LlamaWeights:
-    c, seed = config, iter(range(1000))
-    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-
-    def matrix(rows: int, cols: int) -> PackedWeight:
-        return random_weight(kinds, rows, cols, next(seed))
-
-    def norm() -> torch.Tensor:
-        return 1 + 0.1 * random_rows(1, c.hidden_size)[0]
-
-    def layer() -> LlamaLayerWeights:
-        return LlamaLayerWeights(
-            attn_norm=norm(),
-            qkv=tuple(matrix(r, c.hidden_size) for r in (q_rows, kv_rows, kv_rows)),  # type: ignore[arg-type]
-            attn_out=matrix(c.hidden_size, q_rows),
-            mlp_norm=norm(),
-            gate_up=tuple(matrix(c.intermediate_size, c.hidden_size) for _ in range(2)),  # type: ignore[arg-type]
-            down=matrix(c.hidden_size, c.intermediate_size),
-        )
-
-    embed = matrix(c.vocab_size, c.hidden_size)
-    return LlamaWeights(
-        config=c,
-        fingerprint="random",
-        embed=embed,
-        layers=[layer() for _ in range(c.num_layers)],
-        norm=norm(),
-        lm_head=embed,
-        inv_freq=inverse_frequencies(c),
-    )
-
-
-def make_batch(
-    *sequences: tuple[list[int], int, list[int]],
-    block_size: int = BLOCK_SIZE,
-    every_row: bool = False,
-) -> Batch:
-    """Each sequence: its new token ids, how many tokens the cache already holds, its block table."""
-    token_ids, positions, slots, starts, contexts = [], [], [], [0], []
-    for ids, past, table in sequences:
-        for offset, token in enumerate(ids):
-            at = past + offset
-            token_ids.append(token)
-            positions.append(at)
-            slots.append(table[at // block_size] * block_size + at % block_size)
-        starts.append(len(token_ids))
-        contexts.append(past + len(ids))
-    tables = torch.zeros(len(sequences), max(len(t) for *_, t in sequences), dtype=torch.int32)
-    for row, (*_, table) in zip(tables, sequences, strict=True):
-        row[: len(table)] = torch.tensor(table)
-    rows = range(len(token_ids)) if every_row else [end - 1 for end in starts[1:]]
-    return Batch(
-        torch.tensor(token_ids),
-        torch.tensor(positions),
-        torch.tensor(slots),
-        starts,
-        contexts,
-        tables,
-        torch.tensor(list(rows)),
-    )
-
-
-@pytest.fixture(scope="module")
-def model() -> NativeLlama:
-    return NativeLlama(CONFIG, random_weights(), threads=2)
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, CONFIG.vocab_size, (count,), generator=generator).tolist()
-
-
-def test_a_mixed_step_equals_the_portable_model(model: NativeLlama):
-    portable = Llama(random_weights(), torch.float32)
-    prompt, other = ids(75), ids(150, seed=4)
-    tables = [7, 3, 11, 0, 5, 9], [1, 2, 4, 6, 8, 10, 12, 13, 14, 15, 16]
-    results = []
-    for each in (model, portable):
-        kv = each.new_kv_cache(20, BLOCK_SIZE)
-        each.forward(make_batch((prompt, 0, tables[0])), kv)
-        mixed = make_batch(([5], 75, tables[0]), (other, 0, tables[1]), every_row=True)
-        results.append(each.forward(mixed, kv))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q5_0"])
-def test_other_weight_formats_equal_the_portable_model(kind: str):
-    config = dataclasses.replace(CONFIG, hidden_size=256, num_heads=8, intermediate_size=256)
-    weights = random_weights(kind, config)
-    batch = make_batch((ids(20), 0, [1, 0]))
-    models = NativeLlama(config, weights, threads=1), Llama(weights, torch.float32)
-    results = [m.forward(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
-def test_an_untied_head_is_used(model: NativeLlama):
-    weights = random_weights()
-    head = random_weight("Q8_0", CONFIG.vocab_size, CONFIG.hidden_size, seed=77)
-    untied = dataclasses.replace(weights, lm_head=head)
-    batch = make_batch((ids(5), 0, [0]))
-    models = NativeLlama(CONFIG, untied, threads=1), Llama(untied, torch.float32)
-    results = [m.forward(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(results[0], model.forward(batch, model.new_kv_cache(2, BLOCK_SIZE)))
-
-
-def test_a_decode_row_has_the_same_bits_alone_and_in_a_batch(model: NativeLlama):
-    kv = model.new_kv_cache(100, BLOCK_SIZE)
-    sequences = [(ids(10 + 7 * i, seed=i), list(range(8 * i, 8 * i + 8))) for i in range(11)]
-    for prompt, table in sequences:
-        model.forward(make_batch((prompt, 0, table)), kv)
-    steps = [([3 + i], len(prompt), table) for i, (prompt, table) in enumerate(sequences)]
-    together = model.forward(make_batch(*steps), kv)
-    alone = torch.cat([model.forward(make_batch(step), kv) for step in steps])
-    assert torch.equal(together, alone)
-
-
-@pytest.mark.parametrize("chunks", [[1] * 90, [64, 26], [17, 40, 33]])
-def test_chunked_prefill_has_the_same_bits_as_one_pass(model: NativeLlama, chunks: list[int]):
-    prompt, table = ids(90), [4, 2, 0, 1, 3, 5]
-    whole = model.forward(
-        make_batch((prompt, 0, table), every_row=True), model.new_kv_cache(6, BLOCK_SIZE)
-    )
-    kv, parts, past = model.new_kv_cache(6, BLOCK_SIZE), [], 0
-    for size in chunks:
-        batch = make_batch((prompt[past : past + size], past, table), every_row=True)
-        parts.append(model.forward(batch, kv))
-        past += size
-    assert torch.equal(torch.cat(parts), whole)
-
-
-def test_the_number_of_threads_changes_no_bit(model: NativeLlama):
-    batch = make_batch((ids(90), 0, [0, 1, 2, 3, 4, 5]), every_row=True)
-    single = NativeLlama(CONFIG, random_weights(), threads=1)
-    many = NativeLlama(CONFIG, random_weights(), threads=5)
-    results = [m.forward(batch, m.new_kv_cache(6, BLOCK_SIZE)) for m in (model, single, many)]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def test_larger_blocks_hold_the_same_cache(model: NativeLlama):
-    prompt = ids(70)
-    small = model.forward(
-        make_batch((prompt, 0, [4, 2, 0, 1, 3])), model.new_kv_cache(5, BLOCK_SIZE)
-    )
-    large_batch = make_batch((prompt, 0, [2, 0, 1]), block_size=32)
-    assert torch.equal(model.forward(large_batch, model.new_kv_cache(3, 32)), small)
-
-
-def test_whole_blocks_can_be_copied_to_another_place(model: NativeLlama):
-    kv = model.new_kv_cache(8, BLOCK_SIZE)
-    model.forward(make_batch((ids(40), 0, [0, 1, 2])), kv)
-    for layer in (*kv.keys, *kv.values):
-        layer[:, 5:8] = layer[:, 0:3].clone()
-    here = model.forward(make_batch(([7], 40, [0, 1, 2])), kv)
-    assert torch.equal(model.forward(make_batch(([7], 40, [5, 6, 7])), kv), here)
-
-
-def test_stale_nan_in_a_reused_block_reaches_nobody(model: NativeLlama):
-    clean, dirty = model.new_kv_cache(3, BLOCK_SIZE), model.new_kv_cache(3, BLOCK_SIZE)
-    for layer in (*dirty.keys, *dirty.values):
-        layer.fill_(float("nan"))
-    batch = make_batch((ids(37), 0, [2, 1, 0]), every_row=True)
-    assert torch.equal(model.forward(batch, dirty), model.forward(batch, clean))
-
-
-def test_a_nan_weight_reaches_the_logits():
-    weights = random_weights()
-    weights.norm[3] = float("nan")
-    broken = NativeLlama(CONFIG, weights, threads=1)
-    logits = broken.forward(make_batch((ids(3), 0, [0])), broken.new_kv_cache(1, BLOCK_SIZE))
-    assert logits.isnan().all()
-
-
-def test_a_step_that_wants_no_logits_still_fills_the_cache(model: NativeLlama):
-    kv, silent = model.new_kv_cache(2, BLOCK_SIZE), model.new_kv_cache(2, BLOCK_SIZE)
-    batch = make_batch((ids(20), 0, [0, 1]))
-    model.forward(batch, kv)
-    batch.logits_rows = torch.empty(0, dtype=torch.int64)
-    assert model.forward(batch, silent).shape == (0, CONFIG.vocab_size)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(kv.keys + kv.values, silent.keys + silent.values, strict=True)
-    )
-
-
-def test_the_cache_takes_the_bytes_that_were_announced(model: NativeLlama):
-    kv = model.new_kv_cache(3, BLOCK_SIZE)
-    held = sum(t.numel() * t.element_size() for t in kv.keys + kv.values)
-    assert held == 3 * model.kv_bytes_per_block(BLOCK_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("token_ids", torch.tensor([CONFIG.vocab_size])),
-        ("token_ids", torch.tensor([-1])),
-        ("slot_mapping", torch.tensor([2 * BLOCK_SIZE])),
-        ("block_tables", torch.tensor([[2]], dtype=torch.int32)),
-        ("context_lens", [0]),
-        ("context_lens", [BLOCK_SIZE + 1]),
-        ("query_start", [0, 2]),
-        ("logits_rows", torch.tensor([1])),
-        ("positions", torch.tensor([-1])),
-        ("positions", torch.tensor([0, 1])),
-    ],
-)
-def test_a_batch_that_points_outside_is_refused_by_name(
-    model: NativeLlama, field: str, value: object
-):
-    batch = make_batch(([1], 0, [0]))
-    setattr(batch, field, value)
-    with pytest.raises(ValueError, match=field):
-        model.forward(batch, model.new_kv_cache(2, BLOCK_SIZE))
-
-
-def test_a_cache_of_another_shape_is_refused(model: NativeLlama):
-    kv = model.new_kv_cache(2, BLOCK_SIZE)
-    foreign = KVCache([k[:1] for k in kv.keys], kv.values, BLOCK_SIZE)
-    with pytest.raises(ValueError, match="contiguous float32"):
-        model.forward(make_batch(([1], 0, [0])), foreign)
-
-
-def test_a_block_size_that_is_no_multiple_of_sixteen_is_refused(model: NativeLlama):
-    with pytest.raises(ValueError, match="multiple of 16, got 24"):
-        model.new_kv_cache(2, 24)
-
-
-def test_a_model_with_odd_heads_is_left_to_the_portable_tier():
-    config = dataclasses.replace(CONFIG, head_dim=24)
-    assert unsupported(config) == "head size 24 is no multiple of 16 up to 512"
-    assert build_native(config, random_weights(), threads=1) is None
-
-
 def test_without_a_compiler_the_reason_names_what_was_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -401,6 +133,7 @@ def test_a_second_build_finds_the_first():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("lanes", [4, 16])
 def test_other_vector_widths_give_the_same_numbers(lanes: int, tmp_path: Path):
     """Machines with narrower or wider vectors run other code: build it here, slow but right."""
@@ -408,13 +141,14 @@ def test_other_vector_widths_give_the_same_numbers(lanes: int, tmp_path: Path):
     library = native.build_library(tmp_path, [f"-DLANES={lanes}", "-O1"])
     script = (
         "import sys, ctypes, pytest; from backend.cpu import native;"
-        "assert ctypes.CDLL(sys.argv[1]).tidegate_lanes() == int(sys.argv[4]);"
+        "assert ctypes.CDLL(sys.argv[1]).tidegate_lanes() == int(sys.argv[5]);"
         "native._loaded = lambda lib=native._declared(ctypes.CDLL(sys.argv[1])): lib;"
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', sys.argv[2], sys.argv[3]]))"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', *sys.argv[2:5]]))"
     )
+    model_tests = str(Path(__file__).with_name("test_native_llama.py"))
     chosen = "product or bits or mixed or formats or nan or tied"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(library), chosen, __file__, str(lanes)],
+        [sys.executable, "-c", script, str(library), chosen, __file__, model_tests, str(lanes)],
         check=False,
         capture_output=True,
         text=True,

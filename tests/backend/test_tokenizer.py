@@ -129,6 +129,11 @@ def test_every_token_that_ends_a_turn_is_known(vocabularies: dict[str, Tokenizer
     }  # the file names the first, <|end|> is the second
 
 
+def test_text_that_only_looks_like_an_end_of_turn_ends_nothing() -> None:
+    tokens = [*tiny_llama.TOKENS, "<|end|>"]
+    assert tokenizer_from_gguf(metadata(tokens=tokens), "x").eos_ids == {0, 2}
+
+
 def metadata(**changes: Any) -> dict[str, Any]:
     base = {
         "model": "gpt2",

@@ -281,7 +281,14 @@ def block_tables(tables: list[list[int]]) -> Tensor:
 def step(
     model: Model, kv: KVCache, rows: list[list[int]], contexts: list[int], tables: list[list[int]]
 ) -> Tensor:
-    """One forward pass: sequence i feeds `rows[i]` and has `contexts[i]` tokens then; each one's last logits."""
+    """One forward pass; the last row's logits of each sequence."""
+    return model.forward(make_batch(kv, rows, contexts, tables), kv)
+
+
+def make_batch(
+    kv: KVCache, rows: list[list[int]], contexts: list[int], tables: list[list[int]]
+) -> Batch:
+    """Sequence i feeds `rows[i]` and has `contexts[i]` tokens then."""
     starts = [0]
     positions: list[int] = []
     slots: list[int] = []
@@ -290,7 +297,7 @@ def step(
         at = range(context - len(new), context)
         positions += at
         slots += [table[p // kv.block_size] * kv.block_size + p % kv.block_size for p in at]
-    batch = Batch(
+    return Batch(
         token_ids=torch.tensor([token for new in rows for token in new]),
         positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
@@ -299,4 +306,3 @@ def step(
         block_tables=block_tables(tables),
         logits_rows=torch.tensor(starts[1:]) - 1,
     )
-    return model.forward(batch, kv)

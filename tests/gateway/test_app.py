@@ -72,9 +72,11 @@ async def store_url() -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def running(folder: Path, store_url: str) -> AsyncGenerator[Starlette, None]:
+async def running(
+    folder: Path, store_url: str, text: str = CONFIG
+) -> AsyncGenerator[Starlette, None]:
     (folder / "scripted.py").write_text(PLUGIN)
-    config = parse_config(CONFIG, folder / "config.toml")
+    config = parse_config(text, folder / "config.toml")
     app = create_app(config, Runtime(folder, folder), store_url)
     async with app.router.lifespan_context(app):
         yield app

@@ -147,6 +147,34 @@ def test_both_names_of_the_cap_are_one(caps: dict[str, Any], expected: int) -> N
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 2},
+        {"top_p": 1},
+        {"n": 128},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
+        {"presence_penalty": 2, "frequency_penalty": -2},
+        {"logit_bias": {"0": 100, "1": -100}},
+        {"stop": ["a", "b", "c", "d"]},
+        {"max_tokens": 1},
+        {"top_k": -1},
+        {"min_p": 1},
+        {"metadata": {f"{i}".rjust(64): "v" * 512 for i in range(16)}},
+        {"tools": [{"type": "function", "function": {"name": "x" * 64}}] * 128},
+    ],
+    ids=str,
+)
+def test_the_limits_themselves_are_allowed(fields: dict[str, Any]) -> None:
+    assert chat_request(**fields).model == "m"
+
+
+def test_logprobs_alone_ask_for_no_alternatives() -> None:
+    sampling = chat_request(logprobs=True).sampling
+    assert (sampling.logprobs, sampling.top_logprobs) == (True, 0)
+
+
+@pytest.mark.parametrize(
     ("stop", "expected"),
     [
         ("\n", ["\n"]),
@@ -427,3 +455,19 @@ def test_legacy_functions_become_tools() -> None:
 )
 def test_response_formats(body: dict[str, Any], expected: ResponseFormat) -> None:
     assert chat_request(response_format=body).response_format == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", "null"]},
+        {"items": [{"type": "string"}, True], "additionalProperties": False},
+        {"properties": {"type": {"type": "string"}, "any": True}, "enum": [{"type": "x"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"not": {}}]}}},
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_schemas_of_every_form_pass(schema: dict[str, Any]) -> None:
+    body = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    read = chat_request(response_format=body).response_format
+    assert read == ResponseFormat("json_schema", schema, "a")

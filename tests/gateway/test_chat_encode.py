@@ -363,6 +363,12 @@ def test_a_call_that_began_in_the_bytes_goes_on_without_an_id() -> None:
     }
 
 
+def test_verbatim_bytes_may_speak_of_no_choice() -> None:
+    preface = b'data: {"choices":null}\n\ndata: {"choices":[]}\n\n'
+    chunks = chunks_of(STARTED, Verbatim(preface, has_content=False), *HELLO[1:])
+    assert chunks[2:] == chunks_of(*HELLO)
+
+
 def test_a_verbatim_body_is_the_answer() -> None:
     body = b'{"id": "u",  "choices": [1.50]}'
     collector = ChatEndpoint().collector(chat_request())

@@ -175,6 +175,13 @@ def test_a_stream_is_pieces_of_text_and_a_finish() -> None:
     ] * len(chunks)
 
 
+def test_neither_empty_text_nor_what_follows_an_end_makes_a_chunk() -> None:
+    events = [*HELLO[:2], TextDelta(""), *HELLO[2:], TextDelta("late"), Finished("stop")]
+    request = request_of(stream=True)
+    assert streamed(request, *events) == streamed(request, *HELLO)
+    assert collected(request_of(), *events) == collected(request_of(), *HELLO)
+
+
 def test_usage_comes_last_with_no_choices_if_asked_for() -> None:
     request = request_of(stream=True, stream_options={"include_usage": True})
     *chunks, last = streamed(request, *HELLO, USAGE)

@@ -158,6 +158,25 @@ def refusal_of(body: bytes) -> InvalidRequest:
             "tool_choice",
             "invalid_value",
         ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function"}},
+            "tool_choice.function",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,AA"}]}]},
+            "messages[0].content[0].image_url.url",
+            "invalid_value",
+        ),
+        (
+            {
+                "messages": [
+                    USER | {"content": [{"type": "image_url", "image_url": "data:a/b;base64"}]}
+                ]
+            },
+            "messages[0].content[0].image_url.url",
+            "invalid_value",
+        ),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
         (
             {
@@ -167,7 +186,91 @@ def refusal_of(body: bytes) -> InvalidRequest:
             "tool_choice",
             "invalid_value",
         ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"allowed_tools": {"mode": "never", "tools": []}},
+            },
+            "tool_choice.allowed_tools.mode",
+            "invalid_value",
+        ),
         ({"response_format": {"type": "yaml"}}, "response_format", "invalid_value"),
+        ({"response_format": {"type": "regex"}}, "response_format", "invalid_value"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a b", "schema": {}},
+                }
+            },
+            "response_format",
+            "invalid_value",
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "file"}]}]},
+            "messages[0].content[0].file",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "file", "file": {"filename": "a"}}]}]},
+            "messages[0].content[0].file.file_id",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0].input_audio",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": [{"id": "c"}]}]},
+            "messages[1].tool_calls[0].function",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [USER, {"role": "function", "name": "f", "content": "x"}]},
+            "messages[1].role",
+            None,
+        ),
+        (
+            {"messages": [USER, {"role": "function", "content": "x"}]},
+            "messages[1].name",
+            "missing_required_parameter",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    CALLING,
+                    {
+                        "role": "tool",
+                        "tool_call_id": "call_1",
+                        "content": [{"type": "refusal", "refusal": "x"}],
+                    },
+                ]
+            },
+            "messages[2].content[0]",
+            "invalid_value",
+        ),
+        (
+            {"messages": [USER, CALLING, {"role": "tool", "tool_call_id": "call_1"}]},
+            "messages[2].content",
+            "missing_required_parameter",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "thinking_blocks": [{"type": "dreaming"}]},
+                ]
+            },
+            "messages[1].thinking_blocks[0].type",
+            "invalid_value",
+        ),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",
@@ -253,6 +356,24 @@ def test_refusals_are_worded_as_clients_know_them(fields: dict[str, Any], messag
     assert refusal(**fields).message == message
 
 
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "strnig"}, "context=()"),
+        ({"type": ["string", 5]}, "context=()"),
+        ({"properties": {"a": 5}}, "context=('properties', 'a')"),
+        ({"items": [{}, {"type": "x"}]}, "context=('items', '1')"),
+        ({"$defs": {"b": {"anyOf": [{"type": "x"}]}}}, "context=('$defs', 'b', 'anyOf', '0')"),
+        ({"additionalProperties": {"type": "x"}}, "context=('additionalProperties',)"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_schema_is_refused_with_its_place(schema: dict[str, Any], place: str) -> None:
+    body = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    error = refusal(response_format=body)
+    assert (error.param, place in error.message) == ("response_format", True)
+
+
 def test_a_huge_value_is_not_repeated_whole() -> None:
     assert len(refusal(messages=[{"role": "x" * 10_000, "content": ""}]).message) < 300
 
@@ -260,6 +381,17 @@ def test_a_huge_value_is_not_repeated_whole() -> None:
 def test_a_result_for_no_call_is_refused() -> None:
     error = refusal(messages=[USER, {"role": "tool", "tool_call_id": "call_x", "content": "?"}])
     assert error.param == "messages[1].role"
+
+
+def test_a_result_after_another_turn_is_refused() -> None:
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
+    error = refusal(messages=[USER, CALLING, USER, result])
+    assert (error.param, "call_1" in error.message) == ("messages[2].role", True)
+
+
+def test_a_body_that_is_no_object_is_called_so() -> None:
+    message = "Invalid request body: expected a JSON object, but got an array instead."
+    assert refusal_of(b"[]").message == message
 
 
 def test_a_result_for_another_call_is_refused() -> None:
@@ -273,7 +405,7 @@ def test_a_call_without_its_result_is_refused_and_named(following: list[Any]) ->
     result = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
     error = refusal(messages=[USER, calls, result, *following])
     assert error.message.endswith("response messages: call_2")
-    assert (error.param or "").startswith("messages[")
+    assert error.param == f"messages[{2 + len(following)}].role"
 
 
 # -- Bodies ----------------------------------------------------------------------------------------------------------
@@ -346,6 +478,19 @@ def test_nesting_below_the_limit_passes() -> None:
     depth = MAX_DEPTH - 2
     body = GOOD[:-1] + b',"x":' + nested(depth) + b',"y":' + nested(depth) + b"}"
     assert set(decode(body).extra) == {"x", "y"}
+
+
+def test_the_limit_is_exact_in_the_last_of_many_messages() -> None:
+    deepest = MAX_DEPTH - 3  # below body, list and message
+    body = GOOD.replace(b'{"role"', b'{"role":"user","content":"a"},{"role"')
+    body = body.replace(b'"content":"hi"', b'"content":"hi","x":%s')
+    assert len(decode(body % nested(deepest)).messages) == 2
+    assert refusal_of(body % nested(deepest + 1)).param == "messages"
+
+
+def test_many_empty_lists_in_one_object_are_not_deep() -> None:
+    entries = {f"k{i}": [] for i in range(200)}
+    assert chat_request(x=entries).extra == {"x": entries}
 
 
 def test_many_brackets_side_by_side_are_not_deep() -> None:

@@ -321,6 +321,7 @@ def test_a_good_table_has_no_faults() -> None:
         ),
         ({"headers": {"x y": Secret("1")}}, "headers.x y: not a header name"),
         ({"headers": {"Host": Secret("1")}}, "headers.Host: is set by the gateway itself"),
+        ({"options": {"a": 1}}, "options: not used by this type"),
         ({"api_key": Secret("a\nb")}, "api_key: has a character that no header may carry"),
     ],
 )

@@ -54,6 +54,13 @@ async def test_a_400_keeps_message_type_param_and_code() -> None:
     assert not failure.retryable
 
 
+@pytest.mark.parametrize("field", ["type", "param", "code"])
+async def test_a_key_that_an_upstream_echoes_in_any_field_is_hidden(field: str) -> None:
+    echo = {field: f"Authorization: Bearer {KEY}"}
+    failure = await failure_of(json_answer(error("no", **echo), 400))
+    assert KEY not in f"{failure.type} {failure.param} {failure.code}"
+
+
 @pytest.mark.parametrize("status", [404, 408, 429, 500, 503, 529])
 async def test_failures_of_one_target_may_be_tried_elsewhere(status: int) -> None:
     failure = await failure_of(json_answer(error("no"), status), stream=True)
