@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from plugins.errors import GatewayError, PluginFailed
 from plugins.events import Event, Finished, Request, Usage
@@ -13,6 +14,7 @@ from plugins.interfaces import Context, RequestFilter, StreamTransform, Transfor
 from plugins.manager import PluginRules
 
 log = logging.getLogger("tidegate")
+_T = TypeVar("_T")
 
 
 class FilterChain:
@@ -27,7 +29,8 @@ class FilterChain:
         for rules, request_filter in self._filters:
             try:
                 async with asyncio.timeout(rules.timeout_s):
-                    request = await request_filter.apply(request, context)
+                    changed = await request_filter.apply(request, context)
+                request = _checked(changed, Request)
             except GatewayError:
                 raise  # a refusal is the filter's decision, not its failure
             except Exception as exc:
@@ -82,7 +85,7 @@ class TransformChain:
         out: list[Event] = []
         for position, (rules, transform) in enumerate(self._transforms):
             try:
-                released = transform.flush()
+                released = _checked(transform.flush(), list)
             except GatewayError:
                 raise
             except Exception as exc:
@@ -96,12 +99,19 @@ class TransformChain:
             if not events:
                 break
             try:
-                events = transform.feed(events)
+                events = _checked(transform.feed(events), list)
             except GatewayError:
                 raise
             except Exception as exc:
                 _failed(rules, "transform", exc)
         return events
+
+
+def _checked(value: _T, wanted: type) -> _T:
+    """A plugin that forgot its `return` has failed, and `on_error` says what that means."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"returned {type(value).__name__}, not {wanted.__name__}")
+    return value
 
 
 def _failed(rules: PluginRules, what: str, exc: Exception) -> None:

@@ -75,7 +75,10 @@ def usage_answer(usage: Usage) -> UsageAnswer:
 
 
 def started_or_made(started: Started | None, request: Request, id_prefix: str) -> Started:
-    """What every chunk repeats; made from the request where the provider left it out."""
+    """What every chunk repeats; made from the request where the provider left it out.
+
+    A client that asked for a tier is told which one it got: the default one, where the provider knows of no tiers.
+    """
     if started is None:
         started = Started("", "", 0)
     return Started(
@@ -83,7 +86,7 @@ def started_or_made(started: Started | None, request: Request, id_prefix: str) -
         started.model or request.model,
         started.created_s or int(time.time()),
         started.fingerprint,
-        started.service_tier,
+        started.service_tier or ("default" if request.service_tier else None),
     )
 
 

@@ -14,12 +14,13 @@ from gateway.queues.online import OnlineQueue
 from gateway.router import policy
 from gateway.router.routes import Route, Target
 from plugins.errors import GatewayError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
-from plugins.events import Event, Request, has_content
+from plugins.events import Event, Failed, Request, has_content
 from plugins.interfaces import Call
 
 MAX_RETRY_AFTER_S = 5.0  # a longer wish of the upstream is passed on to the client instead
 BACKOFF_BASE_S = 0.25
 BACKOFF_MAX_S = 2.0
+MAX_HELD_EVENTS = 1024  # before content: a beginning is a few events, a heartbeat one a second
 OWN_FAULTS = frozenset({401, 403, 404})  # of this target: trying it again cannot help
 
 
@@ -82,14 +83,19 @@ class Dispatcher:
             try:
                 async with aclosing(target.provider.stream(request, call)) as events:
                     async for batch in events:
+                        if batch and isinstance(batch[-1], Failed):
+                            raise _as_error(batch[-1])
                         if flowing:
                             yield batch
                             continue
                         held += batch
-                        if has_content(held):
+                        if has_content(batch):
                             flowing = True
                             target.breaker.succeeded()
                             yield held
+                        elif len(held) > MAX_HELD_EVENTS:
+                            name = target.settings.name
+                            raise UpstreamUnavailable(f"{name}: the answer begins without end")
                 if not flowing:
                     raise UpstreamUnavailable(f"{target.settings.name}: the answer was empty")
             except GatewayError as error:
@@ -115,3 +121,8 @@ def _for_client(error: GatewayError) -> GatewayError:
     if isinstance(error, UpstreamError) and error.status in OWN_FAULTS:
         return UpstreamError(error.message, code=error.code or "upstream_refused")
     return error
+
+
+def _as_error(failed: Failed) -> UpstreamError:
+    """A provider may tell its failure as an event; from here on there is one way to fail."""
+    return UpstreamError(failed.message, type=failed.type, code=failed.code, status=failed.status)

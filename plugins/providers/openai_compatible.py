@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 
 from plugins.errors import UpstreamError, UpstreamUnavailable
-from plugins.events import Dialect, Event, Request
+from plugins.events import Dialect, Event, Request, has_content
 from plugins.hookspecs import hookimpl
 from plugins.interfaces import Call, ProcessSpec, Provider, ProviderSettings, ProviderType, Runtime
 from plugins.providers.http_client import HTTPClient
@@ -78,7 +78,10 @@ class OpenAICompatible:
             if shape == "json":
                 yield answer.read_body(start + await response.read(MAX_ANSWER_BYTES))
             elif shape == "stream":
-                batches = StreamBatches(response, answer.stream_reader(), start)
+                limit = (
+                    None if request.stream else MAX_ANSWER_BYTES
+                )  # a whole answer is held as one
+                batches = StreamBatches(response, answer.stream_reader(), start, limit)
                 while batch := await batches.next():
                     yield batch
             else:
@@ -126,24 +129,28 @@ async def _first_bytes(response: Response) -> bytes:
 class StreamBatches:
     """Events of a streamed answer, batch by batch: what arrived together stays together."""
 
-    __slots__ = ("_has_given", "_in_grace", "_reader", "_response", "_start")
+    __slots__ = ("_flowing", "_in_grace", "_limit", "_num_bytes", "_reader", "_response", "_start")
 
-    def __init__(self, response: Response, reader: StreamReader, start: bytes) -> None:
+    def __init__(
+        self, response: Response, reader: StreamReader, start: bytes, limit: int | None
+    ) -> None:
         self._response = response
         self._reader = reader
         self._start = start
-        self._has_given = False
+        self._limit = limit  # of bytes in all
+        self._num_bytes = 0
+        self._flowing = False  # content has come: from here on gaps are measured
         self._in_grace = False
 
     async def next(self) -> list[Event]:
         """The next batch; [] after the last. Raises what ended the answer, once all before it was given."""
         reader = self._reader
-        if self._has_given:
+        if self._flowing:
             self._response.progressed()  # only now: a client that reads slowly is not the upstream's fault
         while reader.failure is None and not reader.done:
             events = await self._read(reader)
             if events:
-                self._has_given = True
+                self._flowing = self._flowing or has_content(events)
                 return events
         if reader.failure is not None:
             raise reader.failure
@@ -161,6 +168,9 @@ class StreamBatches:
             data = await self._response.next()
         except UpstreamError as broken:
             return reader.end(broken)
+        self._num_bytes += len(data)
+        if self._limit is not None and self._num_bytes > self._limit:
+            raise UpstreamUnavailable(f"the answer is larger than {self._limit} bytes")
         return reader.feed(data) if data else reader.end()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backend.models import template_sandbox
+from backend.models import chat_template, template_sandbox
 from backend.models.chat_template import ChatTemplate, TemplateError
 from backend.models.gguf import GGUFFile
 
@@ -197,6 +197,14 @@ def test_a_continued_message_is_rendered_without_a_generation_prompt() -> None:
     assert out.startswith("False ")
 
 
+def test_a_user_who_writes_the_end_mark_does_not_cut_the_prompt() -> None:
+    messages = [
+        {"role": "user", "content": chat_template._END},
+        {"role": "assistant", "content": "yes"},
+    ]
+    assert render(CHATML, messages, continue_final_message=True).endswith("assistant\nyes")
+
+
 def test_an_empty_message_can_be_continued() -> None:
     out = render(CHATML, [*USER, {"role": "assistant", "content": ""}], continue_final_message=True)
     assert out.endswith("<|im_start|>assistant\n")
@@ -277,6 +285,8 @@ def test_a_macro_that_calls_itself_is_stopped() -> None:
         "{{ 'x' * 9999999999 }}",
         "{{ 9999999999 * 'x' }}",
         "{{ [1] * 9999999999 }}",
+        "{{ ('x' * 10000) * 100000 }}",
+        "{{ 99999999 * 99999999 }}",
         "{{ 9 ** 9 ** 9 }}",
         "{% for i in range(9999999) %}{% endfor %}",
     ],

@@ -46,6 +46,7 @@ class Scene:
         *providers: ScriptedProvider,
         filters: Sequence[RequestFilter] = (),
         transforms: Sequence[TransformFactory] = (),
+        on_error: str = "block",
     ) -> None:
         self.clock = VirtualClock()
         self.ledger = Ledger(self.clock)
@@ -55,8 +56,8 @@ class Scene:
         routes.load([("m", tuple(f"{p.name}/up" for p in providers), "ordered")])
         self.pipeline = Pipeline(
             limiter=self.limiter,
-            filters=FilterChain([(PluginRules("f", "block", 0.05), f) for f in filters]),
-            transforms=[(PluginRules("t"), t) for t in transforms],
+            filters=FilterChain([(PluginRules("f", on_error, 0.05), f) for f in filters]),
+            transforms=[(PluginRules("t", on_error), t) for t in transforms],
             routes=routes,
             dispatcher=Dispatcher(OnlineQueue(10, 1), self.clock.sleep, random.Random(0)),
             open_meter=lambda request, who: RequestMeter(request, who, self.ledger),  # type: ignore[arg-type]

@@ -106,6 +106,12 @@ def test_the_tier_that_was_used_is_shown() -> None:
     assert collected(chat_request(), started, *HELLO[1:])["service_tier"] == "default"
 
 
+@pytest.mark.parametrize("tier", ["auto", "flex", "priority"])
+def test_a_tier_asked_for_in_vain_is_answered_as_the_default_one(tier: str) -> None:
+    assert {c["service_tier"] for c in chunks_of(*HELLO, service_tier=tier)} == {"default"}
+    assert collected(chat_request(service_tier=tier), *HELLO)["service_tier"] == "default"
+
+
 def test_a_missing_start_is_made_up_once() -> None:
     chunks = chunks_of(*HELLO[1:])
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-1"}

@@ -17,7 +17,7 @@ from plugins.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from plugins.events import Event, Request, Started, TextDelta
+from plugins.events import Event, Failed, Request, Started, TextDelta
 from plugins.interfaces import Breaker, Principal, ProviderSettings
 from plugins.testing import ScriptedProvider, VirtualClock, answer
 
@@ -107,6 +107,14 @@ async def test_an_invalid_request_ends_at_once() -> None:
     with pytest.raises(InvalidRequest):
         await scene.run()
     assert scene.counts() == [1, 0]
+
+
+async def test_an_answer_that_never_comes_to_content_is_not_held_without_end() -> None:
+    scene = Scene(
+        ScriptedProvider("one", [[STARTED]] * 5000), ScriptedProvider("two", [answer("x")])
+    )
+    assert _text(await scene.run()) == "x"
+    assert scene.counts() == [1, 1]
 
 
 async def test_n_retries_are_n_plus_one_tries() -> None:
@@ -231,3 +239,13 @@ async def test_failures_while_not_ready_do_not_open_the_breaker() -> None:
     for _ in range(2):
         with pytest.raises(UpstreamUnavailable):
             await scene.run()
+
+
+async def test_a_failure_told_as_an_event_is_a_failure_like_any_other() -> None:
+    early = ScriptedProvider("one", [[STARTED, Failed("overloaded", status=529)]])
+    scene = Scene(early, ScriptedProvider("two", [answer("from two")]))
+    assert _text(await scene.run()) == "from two"
+    late = Scene(ScriptedProvider("one", [[STARTED, TextDelta("a")], [Failed("broke", code="x")]]))
+    with pytest.raises(UpstreamError, match="broke") as caught:
+        await late.run()
+    assert caught.value.code == "x"

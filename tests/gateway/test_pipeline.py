@@ -166,3 +166,33 @@ async def test_transforms_run_in_order_over_what_the_ones_before_release() -> No
     scene = Scene(ScriptedProvider("one", [answer("hi")]), transforms=[twice, twice])
     text = [e.text for e in await scene.run() if isinstance(e, TextDelta)]
     assert "".join(text) == "hi!!"
+
+
+class Forgetful:
+    """Forgets every `return`."""
+
+    async def apply(self, request: Request, context: Context) -> Request:
+        return None  # type: ignore[return-value]
+
+    def feed(self, events: list[Event]) -> list[Event]:
+        return None  # type: ignore[return-value]
+
+    def flush(self) -> list[Event]:
+        return None  # type: ignore[return-value]
+
+
+async def test_a_filter_that_returns_nothing_has_failed() -> None:
+    with pytest.raises(PluginFailed):
+        await Scene(ScriptedProvider("one", [answer("ok")]), filters=[Forgetful()]).run()
+
+
+async def test_a_transform_that_returns_nothing_has_failed() -> None:
+    forgetful = [lambda request, context: Forgetful()]
+    with pytest.raises(PluginFailed):
+        await Scene(ScriptedProvider("one", [answer("ok")]), transforms=forgetful).run()
+
+
+async def test_a_transform_that_returns_nothing_is_passed_over_where_it_may_fail() -> None:
+    forgetful = [lambda request, context: Forgetful()]
+    scene = Scene(ScriptedProvider("one", [answer("ok")]), transforms=forgetful, on_error="allow")
+    assert [type(e) for e in await scene.run()] == [Started, TextDelta, Finished, Usage]

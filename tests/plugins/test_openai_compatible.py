@@ -236,6 +236,42 @@ async def test_no_first_token_in_time_is_a_timeout(script: list[Step]) -> None:
         await upstream.client_gone.wait()
 
 
+async def test_a_role_is_no_first_token() -> None:
+    limits = timeout(first_token_s=0.05, idle_s=0.01)
+    gate = asyncio.Event()
+    script = stream_answer(sse(ROLE), end=gate)
+    script += [http_chunk(STREAM.removeprefix(sse(ROLE))), LAST_CHUNK]
+    async with (
+        FakeUpstream(script) as upstream,
+        open_provider(upstream.url, timeout=limits) as provider,
+    ):
+        asyncio.get_running_loop().call_later(0.03, gate.set)  # longer than a gap may be
+        assert see(await collect(provider, chat(stream=True))).text == "Hello"
+
+
+async def test_roles_without_end_are_no_first_token() -> None:
+    limits = timeout(first_token_s=0.05)
+    async with (
+        FakeUpstream(stream_answer(*[sse(ROLE)] * 100_000, end=HANG)) as upstream,
+        open_provider(upstream.url, timeout=limits) as provider,
+    ):
+        _, failure = await fail(provider, chat(stream=True))
+        assert isinstance(failure, UpstreamTimeout)
+        await upstream.client_gone.wait()
+
+
+async def test_a_stream_that_is_to_become_one_answer_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_compatible, "MAX_ANSWER_BYTES", 10_000)
+    async with (
+        FakeUpstream(stream_answer(sse(ROLE), *[sse(HEL)] * 100, end=HANG)) as upstream,
+        open_provider(upstream.url) as provider,
+    ):
+        _, failure = await fail(provider, chat())
+    assert "larger than 10000 bytes" in failure.message
+
+
 async def test_a_gap_in_a_stream_is_a_timeout_after_what_came() -> None:
     script = stream_answer(sse(ROLE, HEL), end=HANG)
     limits = timeout(idle_s=0.02)
