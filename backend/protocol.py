@@ -49,6 +49,8 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     cache_salt: bytes = b""
     echo: bool = False
     grammar: GrammarSpec | None = None
+    must_call: list[str] = msgspec.field(default_factory=list[str])  # tools; one of them is called
+    parallel_calls: bool = True
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -65,6 +67,8 @@ class Ready(msgspec.Struct, tag="ready"):
     vocab_size: int
     num_blocks: int
     version: int = VERSION
+    tool_notation: str = ""  # as in tool_parser.py
+    reasons: bool = False  # answers may begin with a reasoning block, which the gateway tells apart
 
 
 class Accepted(msgspec.Struct, tag="accepted"):
@@ -72,6 +76,7 @@ class Accepted(msgspec.Struct, tag="accepted"):
 
     request_id: int
     num_prompt_tokens: int
+    in_reasoning: bool = False  # the prompt has opened a reasoning block
 
 
 class Rejected(msgspec.Struct, tag="rejected", omit_defaults=True):

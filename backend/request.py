@@ -19,6 +19,7 @@ from plugins.events import (
     Text,
     Tool,
     ToolCall,
+    ToolChoice,
     ToolResult,
 )
 
@@ -61,8 +62,10 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
     if not messages:
         raise InvalidRequest("messages is empty: it needs at least one message", param="messages")
     generate.messages = template_messages(messages)
-    if request.tools and not (request.tool_choice and request.tool_choice.mode == "none"):
-        generate.tools = [_template_tool(tool, i) for i, tool in enumerate(request.tools)]
+    if tools := usable_tools(request):
+        generate.tools = [_template_tool(tool, i) for i, tool in enumerate(tools)]
+        generate.must_call = _must_call(request.tool_choice, tools)
+        generate.parallel_calls = request.parallel_tool_calls is not False
     generate.continue_final_message = messages[-1].role == "assistant"
     generate.template_kwargs = _template_kwargs(request)
     return generate
@@ -181,11 +184,9 @@ def _refuse_media(message: Message, index: int) -> None:
 
 
 def _refuse(request: Request) -> None:
-    sampling, choice = request.sampling, request.tool_choice
+    sampling = request.sampling
     if not 1 <= sampling.n <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {sampling.n}", param="n")
-    if choice is not None and _must_call(choice.mode, choice.allowed_mode):
-        raise _unsupported("tool_choice", "forcing a call is not built yet; use auto or none")
     if sampling.best_of is not None and sampling.best_of > sampling.n:
         raise _unsupported("best_of", f"{sampling.best_of} with n = {sampling.n}; use best_of = n")
     if sampling.prompt_logprobs or (sampling.echo and sampling.logprobs):
@@ -197,8 +198,24 @@ def _refuse(request: Request) -> None:
             raise _unsupported(name, "is not supported by this model")
 
 
-def _must_call(mode: str, allowed_mode: str) -> bool:
-    return mode in ("required", "named") or (mode == "allowed" and allowed_mode == "required")
+def usable_tools(request: Request) -> list[Tool]:
+    """Those that the model may call; it is told of no others."""
+    choice = request.tool_choice
+    if choice is None or choice.mode in ("auto", "required", "named"):
+        return request.tools
+    if choice.mode == "none":
+        return []
+    return [tool for tool in request.tools if tool.name in choice.names]
+
+
+def _must_call(choice: ToolChoice | None, tools: list[Tool]) -> list[str]:
+    """One of these; empty: the model may as well answer."""
+    if choice is None:
+        return []
+    if choice.mode == "named":
+        return choice.names
+    required = choice.mode == "required" or choice.allowed_mode == "required"
+    return [tool.name for tool in tools] if required else []
 
 
 def _unsupported(param: str, message: str) -> Unsupported:

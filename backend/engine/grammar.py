@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from backend.engine.grammar_spec import GrammarSpec, InvalidGrammar, check_size
+from backend.engine.grammar_spec import WHITESPACE, GrammarSpec, InvalidGrammar, check_size
 from backend.engine.params import TokenConstraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHE_SIZE = 128  # compiled grammars; a matcher takes some 100 kB
-# Between two JSON tokens: a space, or a line break and an indent. A model allowed any whitespace writes nothing else.
-WHITESPACE = r"[ ]?|\n[ ]{0,12}"
 
 
 class GrammarTokenizer(Protocol):

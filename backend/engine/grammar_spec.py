@@ -9,6 +9,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+# Between two JSON tokens: a space, or a line break and an indent. A model allowed any whitespace writes nothing else.
+WHITESPACE = r"[ ]?|\n[ ]{0,12}"
 MAX_GRAMMAR_CHARS = 1 << 19
 MAX_PROPERTIES = (
     2000  # compiling optional ones costs the square of their number; these take two seconds

@@ -176,9 +176,6 @@ def test_fields_that_change_nothing_are_let_through() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": ToolChoice("required")}, "tool_choice"),
-        ({"tool_choice": ToolChoice("named", ["look"])}, "tool_choice"),
-        ({"tool_choice": ToolChoice("allowed", ["a"], "required")}, "tool_choice"),
         ({"sampling": Sampling(n=1, best_of=2)}, "best_of"),
         ({"sampling": Sampling(echo=True, logprobs=True)}, "logprobs"),
         ({"sampling": Sampling(prompt_logprobs=True)}, "logprobs"),
@@ -191,6 +188,35 @@ def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], param: str
     with pytest.raises(Unsupported) as refused:
         to_generate(chat(**fields))
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+LOOK, GO = Tool("look"), Tool("go")
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "must_call"),
+    [
+        (None, ["look", "go"], []),
+        (ToolChoice("auto"), ["look", "go"], []),
+        (ToolChoice("none"), [], []),
+        (ToolChoice("required"), ["look", "go"], ["look", "go"]),
+        (ToolChoice("named", ["go"]), ["look", "go"], ["go"]),
+        (ToolChoice("allowed", ["go"]), ["go"], []),
+        (ToolChoice("allowed", ["go"], "required"), ["go"], ["go"]),
+    ],
+    ids=str,
+)
+def test_a_tool_choice_says_what_is_shown_and_what_must_be_called(
+    choice: ToolChoice | None, shown: list[str], must_call: list[str]
+) -> None:
+    generate = to_generate(chat(tools=[LOOK, GO], tool_choice=choice))
+    assert [tool["function"]["name"] for tool in generate.tools or []] == shown
+    assert generate.must_call == must_call
+    assert generate.parallel_calls
+
+
+def test_calls_in_parallel_can_be_refused() -> None:
+    assert not to_generate(chat(tools=[LOOK], parallel_tool_calls=False)).parallel_calls
 
 
 @pytest.mark.parametrize(

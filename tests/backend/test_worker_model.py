@@ -24,6 +24,9 @@ from plugins.events import (
     Sampling,
     Text,
     TextDelta,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
     Usage,
 )
 from plugins.interfaces import Call, Timeout
@@ -154,3 +157,27 @@ async def test_the_demo_model_answers_in_the_schema_asked_for(worker: WorkerProc
         value = json.loads(await answer(provider, request))
     assert list(value) == ["city", "big"]
     assert isinstance(value["big"], bool)
+
+
+async def test_the_demo_model_calls_a_tool_that_must_be_called(worker: WorkerProcess) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}},
+        "required": ["city"],
+    }
+    request = Request(
+        "r",
+        "chat",
+        "m",
+        messages=[Message("user", [Text("What is the weather in Paris?")])],
+        sampling=Sampling(temperature=0.0, max_tokens=80),
+        tools=[Tool("get_weather", "The weather of a city.", parameters)],
+        tool_choice=ToolChoice("required"),
+        parallel_tool_calls=False,
+    )
+    async with Connected(worker) as provider:
+        events = [e async for batch in provider.stream(request, Call("m")) for e in batch]
+    calls = [event for event in events if isinstance(event, ToolCallDelta)]
+    assert calls[0].name == "get_weather"
+    assert json.loads("".join(call.arguments for call in calls)) == {"city": "Paris"}
+    assert Finished("tool_calls", 0) in events
