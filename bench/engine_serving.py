@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_servers
-from bench_server import ROOT
+from bench_server import ROOT, prefer
 from engine_report import print_report
 from engine_servers import Contender
 from process_meter import cpu_s, machine_busy_s, rss_mb
@@ -163,6 +163,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    prefer("self")
     if args.report:
         lines = args.report.read_text(encoding="utf-8").splitlines()
         print_report([json.loads(line) for line in lines])

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench_server import Server, free_port, tidegate_server
+from bench_server import Server, free_port, prefer, tidegate_server
 from gateway_report import print_report
 from gateway_samples import CASES, PYTHON_LOAD_TOOL, PYTHON_MOCK_TOOL, Case, LoadTool, Sample
 from redis import Redis
@@ -195,6 +195,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 def main() -> None:
     args = parse_args()
+    prefer("self")
     samples = read_samples(args.report) if args.report else measure(args)
     if args.out:
         with args.out.open("a", encoding="utf-8") as out:

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from cache.store import Store
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,6 +18,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route as HTTPRoute
 
+from cache.store import Store
 from gateway.accounting import Accounting, RequestMeter
 from gateway.auth import Authenticator
 from gateway.config import Config

@@ -1,4 +1,7 @@
-"""Run the plugins' request filters and stream transforms, with their time limit and their `on_error`."""
+"""Run the plugins' request filters and stream transforms, with their time limit and their `on_error`.
+
+Whatever a plugin raises is its failure, SystemExit and CancelledError too: it may cost its request, nothing more.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,11 @@ class FilterChain:
                 async with asyncio.timeout(rules.timeout_s):
                     changed = await request_filter.apply(request, context)
                 request = _checked(changed, Request)
-            except GatewayError:
+            except (GatewayError, GeneratorExit):
                 raise  # a refusal is the filter's decision, not its failure
-            except Exception as exc:
+            except BaseException as exc:
+                if cancelled_from_outside():
+                    raise
                 _failed(rules, "request filter", exc)
         return request
 
@@ -59,7 +64,7 @@ class TransformChain:
                 transform = factory(request, context)
             except GatewayError:
                 raise
-            except Exception as exc:
+            except BaseException as exc:
                 _failed(rules, "transform factory", exc)
                 continue
             if transform is not None:
@@ -88,7 +93,7 @@ class TransformChain:
                 released = _checked(transform.flush(), list)
             except GatewayError:
                 raise
-            except Exception as exc:
+            except BaseException as exc:
                 _failed(rules, "transform flush", exc)
                 continue
             out += self._through(released, position + 1)
@@ -102,7 +107,7 @@ class TransformChain:
                 events = _checked(transform.feed(events), list)
             except GatewayError:
                 raise
-            except Exception as exc:
+            except BaseException as exc:
                 _failed(rules, "transform", exc)
         return events
 
@@ -114,7 +119,13 @@ def _checked(value: _T, wanted: type) -> _T:
     return value
 
 
-def _failed(rules: PluginRules, what: str, exc: Exception) -> None:
+def cancelled_from_outside() -> bool:
+    """Whether this task is being cancelled, rather than a plugin having raised CancelledError by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _failed(rules: PluginRules, what: str, exc: BaseException) -> None:
     """Log; go on without the plugin's say when its `on_error` is "allow", else fail the request."""
     log.warning("plugin %s: %s failed: %s: %s", rules.name, what, type(exc).__name__, exc)
     if rules.on_error != "allow":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from gateway.filters import cancelled_from_outside
 from plugins.interfaces import Observer, UsageRecord
 from plugins.manager import PluginRules
 
@@ -54,7 +55,9 @@ class ObserverQueue:
                 async with asyncio.timeout(self._rules.timeout_s):
                     await self._observer.on_usage(row)
                 self._failing = False
-            except Exception as exc:
+            except BaseException as exc:
+                if cancelled_from_outside():
+                    raise
                 if not self._failing:  # one line for a row of failures
                     log.warning(
                         "plugin %s: observer failed: %s: %s",

@@ -66,7 +66,7 @@ class Pipeline:
         except (asyncio.CancelledError, GeneratorExit):
             meter.close(499, "cancelled")
             raise
-        except Exception as exc:
+        except BaseException as exc:  # SystemExit too: no way out without a row
             log.exception("request %s failed inside the gateway", request.id)
             meter.close(500, "error", "internal_error")
             raise GatewayError(

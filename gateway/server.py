@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -61,6 +62,8 @@ class WorkerServer(uvicorn.Server):
 
 
 async def serve(server: WorkerServer, listener: socket.socket) -> None:
+    # Each of our generators is closed by its user. The loop's list of all of them costs 2 us for each, 7 a request.
+    sys.set_asyncgen_hooks(firstiter=None)
     following = asyncio.create_task(server.follow(OrderReader(STDIN)))
     try:
         await server.serve(sockets=[listener])
@@ -85,6 +88,16 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
     )
 
 
+def calm_garbage_collector() -> None:
+    """Do not walk what lives as long as the process, nor look for cycles because a burst of requests has arrived.
+
+    With Python's own thresholds a busy worker spends a fifth of its CPU time in the collector.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 def run_worker(order: WorkerOrder) -> int:
     """Serve until told to stop. Returns the exit code; 2: a fault that a restart cannot mend."""
     try:
@@ -97,6 +110,7 @@ def run_worker(order: WorkerOrder) -> int:
     except (ConfigFaults, GatewayError) as exc:
         sys.stderr.write(f"{exc}\n")
         return EXIT_FAULT
+    calm_garbage_collector()
     server_config = uvicorn_config(app, config)
     server = WorkerServer(server_config, app)
     with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:

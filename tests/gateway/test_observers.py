@@ -75,3 +75,20 @@ async def test_an_observer_that_takes_longer_than_its_timeout_is_cut_off() -> No
     queue.offer(row(2))
     await queue.aclose()
     assert sink.seen == ["req_2"]
+
+
+@pytest.mark.parametrize("exc", [SystemExit(3), asyncio.CancelledError()], ids=repr)
+async def test_whatever_an_observer_raises_it_hears_of_the_next_row(exc: BaseException) -> None:
+    heard: list[str] = []
+
+    class Raises:
+        async def on_usage(self, record: UsageRecord) -> None:
+            heard.append(record.request_id)
+            raise exc
+
+    queue = ObserverQueue(PluginRules("x"), Raises())
+    await queue.start()
+    queue.offer(row(1))
+    queue.offer(row(2))
+    await queue.aclose()
+    assert heard == ["req_1", "req_2"]

@@ -196,3 +196,46 @@ async def test_a_transform_that_returns_nothing_is_passed_over_where_it_may_fail
     forgetful = [lambda request, context: Forgetful()]
     scene = Scene(ScriptedProvider("one", [answer("ok")]), transforms=forgetful, on_error="allow")
     assert [type(e) for e in await scene.run()] == [Started, TextDelta, Finished, Usage]
+
+
+class Raise:
+    """Raises what it was made with, wherever it is asked."""
+
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc
+
+    async def apply(self, request: Request, context: Context) -> Request:
+        raise self.exc
+
+    def feed(self, events: list[Event]) -> list[Event]:
+        raise self.exc
+
+    def flush(self) -> list[Event]:
+        return []
+
+
+ODD_ENDS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopAsyncIteration()]
+
+
+@pytest.mark.parametrize("exc", ODD_ENDS, ids=lambda exc: type(exc).__name__)
+async def test_whatever_a_filter_raises_costs_its_request_alone(exc: BaseException) -> None:
+    scene = Scene(ScriptedProvider("one", [answer("ok")]), filters=[Raise(exc)])
+    with pytest.raises(PluginFailed):
+        await scene.run()
+    assert (scene.row().outcome, scene.row().status) == ("error", 500)
+
+
+@pytest.mark.parametrize("exc", ODD_ENDS, ids=lambda exc: type(exc).__name__)
+async def test_whatever_a_transform_raises_costs_its_request_alone(exc: BaseException) -> None:
+    raising = [lambda request, context: Raise(exc)]
+    scene = Scene(ScriptedProvider("one", [answer("ok")]), transforms=raising)
+    with pytest.raises(PluginFailed):
+        await scene.run()
+    assert (scene.row().outcome, scene.row().status) == ("error", 500)
+
+
+async def test_a_client_that_leaves_during_a_filter_is_one_row_that_says_cancelled() -> None:
+    scene = Scene(ScriptedProvider("one", [answer("ok")]), filters=[Slow()])
+    with anyio.move_on_after(0.01):
+        await scene.run()
+    assert (scene.row().outcome, scene.row().status) == ("cancelled", 499)
