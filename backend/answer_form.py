@@ -28,9 +28,36 @@ def _of_response_format(form: ResponseFormat | None) -> list[GrammarSpec]:
     if form.kind == "json_object":
         return [_json({"type": "object"}, "response_format")]
     if form.kind == "json_schema":
+        if form.strict:
+            _check_closed(form.schema or {}, form.name or "")
         return [_json(form.schema or {}, "response_format", lenient=not form.strict)]
     kind = "regex" if form.kind == "regex" else "lark"
     return [GrammarSpec(kind, form.pattern or "")]
+
+
+def _check_closed(schema: dict[str, Any], name: str) -> None:
+    """OpenAI's rule for strict schemas: objects have the properties they name, and no others."""
+    todo: list[tuple[tuple[str, ...], Any]] = [((), schema)]
+    while todo:
+        context, part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        if part.get("type") == "object" and part.get("additionalProperties") is not False:
+            raise InvalidRequest(
+                f"Invalid schema for response_format '{name}': In context={context}, "
+                "'additionalProperties' is required to be supplied and to be false.",
+                param="response_format",
+                code="invalid_value",
+            )
+        for key in ("properties", "$defs", "definitions"):
+            inner = part.get(key)
+            for entry, value in inner.items() if isinstance(inner, dict) else ():
+                todo.append(((*context, key, entry), value))
+        for key in ("anyOf", "allOf", "oneOf", "prefixItems"):
+            inner = part.get(key)
+            for i, value in enumerate(inner if isinstance(inner, list) else ()):
+                todo.append(((*context, key, str(i)), value))
+        todo.append(((*context, "items"), part.get("items")))
 
 
 def _of_extra(extra: dict[str, Any]) -> list[GrammarSpec]:

@@ -65,7 +65,8 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
     if tools := usable_tools(request):
         generate.tools = [_template_tool(tool, i) for i, tool in enumerate(tools)]
         generate.must_call = _must_call(request.tool_choice, tools)
-        generate.parallel_calls = request.parallel_tool_calls is not False
+        named = request.tool_choice is not None and request.tool_choice.mode == "named"
+        generate.parallel_calls = request.parallel_tool_calls is not False and not named
     generate.continue_final_message = messages[-1].role == "assistant"
     generate.template_kwargs = _template_kwargs(request)
     return generate

@@ -24,8 +24,8 @@ def chat(**fields: Any) -> Request:
         (ResponseFormat("text"), None),
         (ResponseFormat("json_object"), GrammarSpec("json_schema", OBJECT)),
         (
-            ResponseFormat("json_schema", {"type": "object"}, "n", strict=True),
-            GrammarSpec("json_schema", OBJECT),
+            ResponseFormat("json_schema", {"type": "string"}, "n", strict=True),
+            GrammarSpec("json_schema", '{"type": "string"}'),
         ),
         (
             ResponseFormat("json_schema", {"type": "object"}, "n"),
@@ -94,6 +94,33 @@ def test_a_field_of_the_wrong_form_is_refused_by_name(extra: dict[str, Any], par
         grammar_spec(chat(extra=extra))
     assert refused.value.param == param
     assert param in str(refused.value)
+
+
+CLOSED = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "context"),
+    [
+        ({"type": "object"}, "()"),
+        ({**CLOSED, "additionalProperties": True}, "()"),
+        ({**CLOSED, "properties": {"a": {"type": "object"}}}, "('properties', 'a')"),
+        ({"type": "array", "items": {"type": "object"}}, "('items',)"),
+        ({"anyOf": [CLOSED, {"type": "object"}]}, "('anyOf', '1')"),
+        ({**CLOSED, "$defs": {"x": {"type": "object"}}}, "('$defs', 'x')"),
+    ],
+    ids=str,
+)
+def test_a_strict_schema_must_close_its_objects(schema: dict[str, Any], context: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        grammar_spec(chat(response_format=ResponseFormat("json_schema", schema, "n", strict=True)))
+    assert f"In context={context}, 'additionalProperties' is required" in str(refused.value)
+    assert refused.value.param == "response_format"
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    schema = {**CLOSED, "properties": {"type": {"enum": ["object"]}, "items": {"const": 1}}}
+    assert grammar_spec(chat(response_format=ResponseFormat("json_schema", schema, strict=True)))
 
 
 def test_a_form_and_a_guided_field_cannot_be_used_together() -> None:

@@ -212,10 +212,12 @@ def test_a_tool_choice_says_what_is_shown_and_what_must_be_called(
     generate = to_generate(chat(tools=[LOOK, GO], tool_choice=choice))
     assert [tool["function"]["name"] for tool in generate.tools or []] == shown
     assert generate.must_call == must_call
-    assert generate.parallel_calls
 
 
-def test_calls_in_parallel_can_be_refused() -> None:
+def test_several_calls_are_made_unless_they_are_refused_or_one_is_named() -> None:
+    assert to_generate(chat(tools=[LOOK], tool_choice=ToolChoice("required"))).parallel_calls
+    named = ToolChoice("named", ["look"])
+    assert not to_generate(chat(tools=[LOOK], tool_choice=named)).parallel_calls
     assert not to_generate(chat(tools=[LOOK], parallel_tool_calls=False)).parallel_calls
 
 
