@@ -23,7 +23,7 @@ STOP_GRACE_S = 20.0
 
 @dataclass
 class Server:
-    """`command` is run in the root of the checkout; `core`: the one processor that it may use."""
+    """`command` is run in `checkout`; `core`: the one processor that it may use."""
 
     name: str
     command: list[str]
@@ -35,6 +35,7 @@ class Server:
     model: str = ""
     data_dir: Path | None = None
     core: int | None = None
+    checkout: Path = ROOT
     start_timeout_s: float = 180.0
     start_s: float = 0.0
     process: subprocess.Popen[bytes] | None = None
@@ -46,7 +47,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*pin, *self.command],
-                cwd=ROOT,
+                cwd=self.checkout,
                 env={**os.environ, "NO_PROXY": "*", "no_proxy": "*", **self.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -103,13 +104,13 @@ class Server:
             return False
 
 
-def prefer(pid: int | str) -> None:
-    """With BENCH_PREFER=1, let this session's processes (its `autogroup`) run before others on a shared machine.
+def prefer(pid: int | str, nice: int = -20) -> None:
+    """With BENCH_PREFER=1, let the session of this process (its `autogroup`) run before others on a shared machine.
 
     Needs root. What stays is the others' share of the caches, of memory bandwidth and of a core's second thread.
     """
     if os.environ.get("BENCH_PREFER") == "1":
-        Path(f"/proc/{pid}/autogroup").write_text("-20")
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 def free_port() -> int:

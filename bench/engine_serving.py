@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import os
 import subprocess
@@ -164,6 +165,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     prefer("self")
+    atexit.register(prefer, "self", 0)  # the session is that of the shell
     if args.report:
         lines = args.report.read_text(encoding="utf-8").splitlines()
         print_report([json.loads(line) for line in lines])

@@ -15,6 +15,7 @@ The tools are our own (Python) unless flags name faster ones that take the same 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import subprocess
@@ -50,6 +51,15 @@ def tidegate(scratch: Path, upstream_port: int, core: int | None) -> Server:
     )
     server = tidegate_server(scratch, config, core)
     server.model = "mock-model"
+    return server
+
+
+def other_tidegate(checkout: Path, scratch: Path, upstream_port: int, core: int | None) -> Server:
+    """The same of another checkout, to see what a change is worth: runs that follow each other tell less."""
+    folder = scratch / "other"
+    folder.mkdir()
+    server = tidegate(folder, upstream_port, core)
+    server.name, server.checkout = "other", checkout.resolve()
     return server
 
 
@@ -138,7 +148,7 @@ class Measurement:
         sample = self.tool.run(target, case)
         if target.name == "tidegate":
             self.answers += sample["st"][1]
-        else:
+        elif target.name != "other":
             time.sleep(0.3 if target.process else 0)  # for what the load tool left behind
             target.pause()
         return sample
@@ -152,6 +162,8 @@ def measure(args: argparse.Namespace) -> list[Sample]:
         nothing = Path(os.devnull)
         direct = Server("direct", [], upstream_port, nothing, "/", model="mock-model")
         gateways = [tidegate(scratch, upstream_port, args.gateway_core)]
+        if args.other:
+            gateways.append(other_tidegate(args.other, scratch, upstream_port, args.gateway_core))
         if args.litellm:
             gateways.append(litellm(args.litellm, scratch, upstream_port, args.gateway_core))
         for gateway in gateways:
@@ -178,6 +190,7 @@ def parse_args() -> argparse.Namespace:
     add("--seconds", type=float, default=3.0, help="measured time of one sample")
     add("--cases", default=",".join(CASES))
     add("--litellm", default=os.environ.get("BENCH_LITELLM", ""), help="command that starts it")
+    add("--other", type=Path, help="another checkout of this project, to compare with")
     add("--load-tool", default=" ".join(PYTHON_LOAD_TOOL))
     add("--mock-tool", default=" ".join(PYTHON_MOCK_TOOL))
     add("--gateway-core", type=int, default=cores[0] if len(cores) > 1 else None)
@@ -196,6 +209,7 @@ def read_samples(path: Path) -> list[Sample]:
 def main() -> None:
     args = parse_args()
     prefer("self")
+    atexit.register(prefer, "self", 0)  # the session is that of the shell
     samples = read_samples(args.report) if args.report else measure(args)
     if args.out:
         with args.out.open("a", encoding="utf-8") as out:

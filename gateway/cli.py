@@ -22,7 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for a fault that is the user's to mend, said in one line each on stderr."""
     from gateway.config_faults import ConfigFaults  # noqa: PLC0415
 
-    args = build_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return EXIT_FAULT
+    args = parser.parse_args(given)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -52,10 +53,7 @@ def make_run_dir(data_dir: Path) -> Path:
     Raises:
         DirectoryFault: it cannot be made, or somebody else made it.
     """
-    run_dir = data_dir / "run"
-    if len(os.fsencode(run_dir)) + 1 + SOCKET_NAME_BYTES > MAX_SOCKET_PATH_BYTES:
-        digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:12]
-        run_dir = Path(tempfile.gettempdir()) / f"tidegate-{os.getuid()}-{digest}"
+    run_dir = _run_dir(data_dir)
     try:
         run_dir.mkdir(mode=0o700, exist_ok=True)
         status = run_dir.lstat()
@@ -66,3 +64,18 @@ def make_run_dir(data_dir: Path) -> Path:
         message = f'run directory "{run_dir}" cannot be made: {exc.strerror}'
         raise DirectoryFault(message) from exc
     return run_dir
+
+
+def _run_dir(data_dir: Path) -> Path:
+    run_dir = data_dir / "run"
+    if len(os.fsencode(run_dir)) + 1 + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
+        return run_dir
+    digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"tidegate-{os.getuid()}-{digest}"
+
+
+def leave_run_dir(data_dir: Path) -> None:
+    """Take away a run directory that stands outside of `data_dir`. Only while the data directory is locked."""
+    run_dir = _run_dir(data_dir)
+    if run_dir.parent != data_dir:
+        shutil.rmtree(run_dir, ignore_errors=True)

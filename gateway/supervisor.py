@@ -16,7 +16,7 @@ from pathlib import Path
 from gateway.child import Child
 from gateway.config import Config, ConfigFaults, read_text
 from gateway.control import ConfigSource, WorkerOrder, encode_frame
-from gateway.directories import DirectoryFault, lock_data_dir, make_run_dir
+from gateway.directories import DirectoryFault, leave_run_dir, lock_data_dir, make_run_dir
 from gateway.listeners import ListenFault, open_listeners
 from gateway.logs import configure_logging
 from gateway.ready_poll import wait_until_ready
@@ -205,10 +205,17 @@ def run_supervisor(source: ConfigSource, config: Config, announce: Callable[[int
     configure_logging(config.telemetry)
     try:
         start = prepare_start(source, config)
-    except (DirectoryFault, ListenFault, GatewayError) as exc:
+    except DirectoryFault as exc:  # the directory may be another's
         sys.stderr.write(f"{exc}\n")
         return EXIT_FAULT
-    return asyncio.run(_supervise(start, announce))
+    except (ListenFault, GatewayError) as exc:
+        sys.stderr.write(f"{exc}\n")
+        leave_run_dir(config.store.data_dir)
+        return EXIT_FAULT
+    try:
+        return asyncio.run(_supervise(start, announce))
+    finally:
+        leave_run_dir(config.store.data_dir)
 
 
 async def _supervise(start: Start, announce: Callable[[int], None]) -> int:

@@ -277,3 +277,11 @@ def has_content(events: list[Event]) -> bool:
         elif isinstance(event, CONTENT_EVENTS):
             return True
     return False
+
+
+def is_ended(events: list[Event]) -> bool:
+    """True where a choice ends among the events. An answer without any end is not whole."""
+    return any(
+        isinstance(event, Finished) or (isinstance(event, Verbatim) and bool(event.finished))
+        for event in events
+    )

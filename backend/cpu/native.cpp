@@ -385,8 +385,10 @@ template <class F, class Use> static INLINE void walk_panel(const uint8_t* panel
 // One panel as float32 [cols][16].
 static void unpack_panel(int kind, const uint8_t* panel, int cols, float* RESTRICT out) {
     with_format(kind, [&](auto f) {
-        for (int part = 0; part < PARTS; part++)
-            walk_panel<decltype(f)>(panel, part, cols, [&](int k, vfloat w) { store(out + k * PANEL + part * LANES, w); });
+        using F = decltype(f);
+        for (int k0 = 0; k0 < cols; k0 += COLS<F>, panel += F::BYTES, out += COLS<F> * PANEL)
+            for (int part = 0; part < PARTS; part++)
+                walk_panel<F>(panel, part, COLS<F>, [&](int k, vfloat w) { store(out + k * PANEL + part * LANES, w); });
     });
 }
 
@@ -530,7 +532,7 @@ struct Workers {
 };
 
 constexpr int ROW_CHUNK = 240;          // rows of x that pass over a group of panels
-constexpr int UNPACKED_FLOATS = 48 << 10;  // of weights a piece unpacks at a time: they stay in the L2 cache
+constexpr int UNPACKED_FLOATS = 32 << 10;  // of weights a piece unpacks at a time: they stay in the L2 cache
 
 static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t ldx, int m, const Output& out) {
     const int panels = w.panels(), threads = workers.pool.threads;

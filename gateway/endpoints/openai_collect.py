@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +30,7 @@ _C = TypeVar("_C")
 ContentEvent = TextDelta | ReasoningDelta | RefusalDelta | ToolCallDelta | Finished
 
 
-class OpenAICollector(Generic[_C]):
+class OpenAICollector(ABC, Generic[_C]):
     """Base of the two collectors. A verbatim body is the answer, untouched."""
 
     object_name: str
@@ -78,12 +79,13 @@ class OpenAICollector(Generic[_C]):
 
     # -- For the dialects --------------------------------------------------------------------------------------------
 
-    def _add_content(self, choice: _C, event: Event) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _add_content(self, choice: _C, event: Event) -> None: ...
 
+    @abstractmethod
     def _answer(self, choice: _C, finished: Finished) -> Struct:
         """The choice as it stands in the answer."""
-        raise NotImplementedError
+        ...
 
     def _add_to_choice(self, event: ContentEvent) -> None:
         if event.choice in self._finished:

@@ -5,6 +5,7 @@ A dialect adds its chunk's shape and what it writes for content events.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class VerbatimChunk(Struct):
 _verbatim_decoder = msgspec.json.Decoder(VerbatimChunk)
 
 
-class OpenAIStreamEncoder:
+class OpenAIStreamEncoder(ABC):
     """Base of the two encoders.
 
     What it writes is a well-formed stream whatever the order of events: nothing follows the end of a choice, an error,
@@ -90,15 +91,16 @@ class OpenAIStreamEncoder:
 
     # -- For the dialects --------------------------------------------------------------------------------------------
 
-    def _content_writers(self) -> dict[type[Any], Callable[[Any, bytearray], None]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _content_writers(self) -> dict[type[Any], Callable[[Any, bytearray], None]]: ...
 
+    @abstractmethod
     def _write_first(self, choice: int, buffer: bytearray, event: Event) -> None:
         """The first chunk of a choice, in front of `event`."""
-        raise NotImplementedError
+        ...
 
-    def _write_finish(self, event: Finished, buffer: bytearray) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write_finish(self, event: Finished, buffer: bytearray) -> None: ...
 
     def _may_write(self, event: Any, buffer: bytearray) -> bool:
         """Opens the event's choice if need be; False where that choice has ended."""

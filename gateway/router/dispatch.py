@@ -14,7 +14,7 @@ from gateway.queues.online import OnlineQueue
 from gateway.router import policy
 from gateway.router.routes import Route, Target
 from plugins.errors import GatewayError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
-from plugins.events import Event, Failed, Request, has_content
+from plugins.events import Event, Failed, Request, has_content, is_ended
 from plugins.interfaces import Call
 
 MAX_RETRY_AFTER_S = 5.0  # a longer wish of the upstream is passed on to the client instead
@@ -78,13 +78,14 @@ class Dispatcher:
         """One try at one target. What comes before content is held, so that a failure there stays unseen."""
         call.verbatim &= request.dialect in target.provider.dialects
         held: list[Event] = []
-        flowing = False
+        flowing = ended = False
         async with self._queue.slot(target.settings.name, target.settings.max_parallel, request):
             try:
                 async with aclosing(target.provider.stream(request, call)) as events:
                     async for batch in events:
                         if batch and isinstance(batch[-1], Failed):
                             raise _as_error(batch[-1])
+                        ended = ended or is_ended(batch)
                         if flowing:
                             yield batch
                             continue
@@ -96,8 +97,9 @@ class Dispatcher:
                         elif len(held) > MAX_HELD_EVENTS:
                             name = target.settings.name
                             raise UpstreamUnavailable(f"{name}: the answer begins without end")
-                if not flowing:
-                    raise UpstreamUnavailable(f"{target.settings.name}: the answer was empty")
+                if not ended:
+                    what = "ended too early" if flowing else "was empty"
+                    raise UpstreamUnavailable(f"{target.settings.name}: the answer {what}")
             except GatewayError as error:
                 if isinstance(error, UpstreamError) and error.retryable and target.provider.ready():
                     target.breaker.failed()  # one that is not ready says so itself

@@ -103,12 +103,48 @@ def test_explain_shows_targets_and_plugins_in_the_order_in_which_they_are_used(
     assert "allow" in out
 
 
+def test_explain_shows_a_long_path_whole(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    url = f"http://127.0.0.1:8000/{'long/' * 30}v1"
+    text = CONFIG.replace('type = "gated"', f'type = "openai_compatible"\nbase_url = "{url}"')
+    text = text.replace('options = { gate = "gate" }', "")
+    (folder / "config.toml").write_text(text)
+    assert main(["explain"]) == 0
+    out = capsys.readouterr().out
+    assert url in re.sub(r"[\s│]", "", out)
+
+
+def test_explain_names_a_lambda_and_no_timeout_for_a_transform(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "quiet.py").write_text(
+        "from plugins.hookspecs import hookimpl\n"
+        "@hookimpl\n"
+        "def register_transforms(register, settings):\n"
+        "    register(lambda request, context: None)\n"
+    )
+    (folder / "config.toml").write_text(CONFIG.replace("enabled = [", 'enabled = ["quiet.py", '))
+    assert main(["explain"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "quiet" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "2 transforms",
+        "quiet",
+        "<lambda>",
+        "block",
+        "-",
+    ]
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "check a config and stop" in capsys.readouterr().err
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith("tidegate ")
 
 
-@pytest.mark.parametrize("args", [[], ["chat"], ["serve", "--config", "a", "--model", "b"]])
+@pytest.mark.parametrize("args", [["chat"], ["serve", "--config", "a", "--model", "b"]])
 def test_arguments_that_mean_nothing_end_with_2(args: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(args)

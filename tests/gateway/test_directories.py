@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.directories import DirectoryFault, lock_data_dir, make_run_dir
+from gateway.directories import DirectoryFault, leave_run_dir, lock_data_dir, make_run_dir
 
 
 def test_a_second_supervisor_on_the_same_data_is_refused_with_the_first_ones_process(
@@ -67,3 +67,14 @@ def test_a_run_directory_that_somebody_laid_out_for_us_is_refused(
     run_dir.symlink_to(tmp_path)
     with pytest.raises(DirectoryFault, match="belongs to somebody else"):
         make_run_dir(data_dir)
+
+
+def test_a_run_directory_outside_of_the_data_goes_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data_dir = tmp_path / ("x" * 100)
+    run_dir = make_run_dir(data_dir)
+    (run_dir / "left.sock").touch()
+    leave_run_dir(data_dir)
+    assert not run_dir.exists()

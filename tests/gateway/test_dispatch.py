@@ -249,3 +249,9 @@ async def test_a_failure_told_as_an_event_is_a_failure_like_any_other() -> None:
     with pytest.raises(UpstreamError, match="broke") as caught:
         await late.run()
     assert caught.value.code == "x"
+
+
+async def test_an_answer_that_never_finishes_is_a_failure_even_after_content() -> None:
+    scene = Scene(ScriptedProvider("one", [[STARTED, TextDelta("a")]]))
+    with pytest.raises(UpstreamUnavailable, match="too early"):
+        await scene.run()
