@@ -71,7 +71,11 @@ def _of_extra(extra: dict[str, Any]) -> list[GrammarSpec]:
             for name in _STRUCTURED
             if name in structured
         }
-    return [_read(kind, value, param) for param, (kind, value) in given.items() if value]
+    return [
+        _read(kind, value, param)
+        for param, (kind, value) in given.items()
+        if value is not None and value is not False
+    ]
 
 
 def _read(kind: str, value: Any, param: str) -> GrammarSpec:
@@ -80,8 +84,8 @@ def _read(kind: str, value: Any, param: str) -> GrammarSpec:
     if kind == "json":
         return _json(_schema(value, param), param, lenient=True)
     if kind == "choice":
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise _invalid(param, "must be a list of strings")
+        if not (isinstance(value, list) and value and all(isinstance(x, str) for x in value)):
+            raise _invalid(param, "must be a list of at least one string")
         return GrammarSpec("choice", json.dumps(value), param)
     if not isinstance(value, str):
         raise _invalid(param, "must be a string")

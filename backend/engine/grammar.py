@@ -57,7 +57,7 @@ class TokenGrammar:
     @property
     def error(self) -> str:
         """Why the grammar cannot go on: a limit of its own, or a token it does not allow. "": all is well."""
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     @property
     def is_finished(self) -> bool:
@@ -138,14 +138,19 @@ class GrammarCompiler:
             return compiled
 
     def _matcher(self, spec: GrammarSpec) -> LLMatcher:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         check_size(spec)
         if self._core is None:
             self._core = _core_tokenizer(self._tokenizer)
-        matcher = LLMatcher(self._core, _source(spec), log_level=0)
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._core, _source(spec), log_level=0, limits=limits)
         if matcher.is_error():
-            raise InvalidGrammar(" ".join(matcher.get_error().split())[:500])
+            raise InvalidGrammar(_one_line(matcher.get_error()))
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()  # tells of a grammar that nothing can match
+        if probe.is_error():
+            raise InvalidGrammar(f"nothing can match it: {_one_line(probe.get_error())}")
         return matcher
 
 
@@ -168,6 +173,10 @@ _NOTHING_TO_DO.set_result(None)
 def _prepare_all(grammars: Sequence[TokenConstraint]) -> None:
     for grammar in grammars:
         grammar.prepare()
+
+
+def _one_line(error: str) -> str:
+    return " ".join(error.split())[:500]
 
 
 def _source(spec: GrammarSpec) -> str:

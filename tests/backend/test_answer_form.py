@@ -81,6 +81,7 @@ def test_an_empty_field_asks_for_nothing(extra: dict[str, Any]) -> None:
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": [1]}, "guided_json"),
         ({"guided_choice": "a"}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"structured_outputs": "json"}, "structured_outputs"),

@@ -262,6 +262,8 @@ def test_a_marker_shows_a_special_token_in_the_text() -> None:
         (GrammarSpec("lark", "start: nope"), "nope"),
         (GrammarSpec("lark", "root ::= nope"), "nope"),
         (GrammarSpec("lark", "what is this"), "neither"),
+        (GrammarSpec("lark", "start: start"), "nothing can match"),
+        (spec({"$ref": "#"}), "nothing can match"),
         (GrammarSpec("regex", "a" * 600_000), "600000 characters"),
         (
             spec({"properties": {str(i): {} for i in range(MAX_PROPERTIES + 1)}}),
