@@ -114,11 +114,14 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer and keeps the latest. Threads may share it; compiling gives up the GIL."""
+    """Compiles for one tokenizer and keeps the latest. Threads may share it; compiling gives up the GIL.
+
+    Making one holds the GIL, a second for 100k tokens: have it before there is anything to hold up.
+    """
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._core: LLTokenizer | None = None  # made with the first grammar: it takes a second
+        self._core = _core_tokenizer(tokenizer)
         self._compiled: dict[GrammarSpec, CompiledGrammar] = {}
         self._lock = Lock()
 
@@ -141,8 +144,6 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         check_size(spec)
-        if self._core is None:
-            self._core = _core_tokenizer(self._tokenizer)
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._core, _source(spec), log_level=0, limits=limits)
         if matcher.is_error():
