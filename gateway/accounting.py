@@ -79,6 +79,7 @@ class RequestMeter:
         "_accounting",
         "_attempts",
         "_first_content_s",
+        "_model",
         "_num_chunks",
         "_open",
         "_principal",
@@ -90,6 +91,7 @@ class RequestMeter:
 
     def __init__(self, request: Request, principal: Principal, accounting: Accounting) -> None:
         self._request = request
+        self._model = request.model  # as the client asked: a filter may change the request itself
         self._principal = principal
         self._accounting = accounting
         self._started_at_s = accounting.wall_clock()

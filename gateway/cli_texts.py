@@ -76,7 +76,7 @@ curl {url}/chat/completions \\
   -d {_shell_quoted(body)}
 
 python - <<'EOF'
-from openai import OpenAI
+from openai import OpenAI  # pip install openai
 client = OpenAI(base_url="{url}", api_key="{"none" if is_open else "YOUR_KEY"}")
 messages = [{{"role": "user", "content": "Say hello."}}]
 answer = client.chat.completions.create(model={model}, messages=messages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -39,6 +40,7 @@ class Telemetry:
 
     def __init__(self, models: Iterable[str]) -> None:
         self.counts = RequestCounts(models)
+        self._refused: Counter[Labels] = Counter()
         self._registry = CollectorRegistry()
         reader = _Reader(self._registry, self.counts)
         self._provider = MeterProvider(metric_readers=[reader], shutdown_on_exit=False)
@@ -60,11 +62,29 @@ class Telemetry:
         """Count a finished request."""
         self.counts.add(row)
 
+    def refuse(self, dialect: str, status: int) -> None:
+        """Count a request that had no usage row: its key or its body was refused."""
+        self._refused[(("dialect", dialect), ("status", str(status)))] += 1
+
     def observe(
-        self, providers: Mapping[str, Provider], store: Store, accounting: Accounting
+        self,
+        providers: Mapping[str, Provider],
+        store: Store,
+        accounting: Accounting,
+        open_breakers: Callable[[], list[str]],
     ) -> None:
         """Show the state of these parts too. Called once, while the gateway is built."""
         self._providers = providers
+        self._count(
+            "tidegate_requests_refused",
+            "Requests refused for their key or body, before any usage row",
+            lambda: self._refused,
+        )
+        self._meter.create_observable_gauge(
+            "tidegate_target_open",
+            [lambda options: [Observation(1, {"target": name}) for name in open_breakers()]],
+            description="1 while a target is passed over because of its failures",
+        )
         self._gauge(
             "tidegate_requests_in_flight",
             "Requests under way",

@@ -189,6 +189,9 @@ class Pool {
     std::mutex mutex;
     std::condition_variable wake;
     std::vector<std::thread> helpers;
+    Clock::time_point step_start;
+    Clock::duration stalled{};
+    int alone = 0, patience = 2;  // steps
     static constexpr uint64_t FIELD = (1u << 20) - 1;
 
     bool has_work() const {
@@ -221,8 +224,17 @@ class Pool {
     }
 
   public:
-    static constexpr int SPIN_US = 60, MAX_PIECES = FIELD - 1024;
+    static constexpr int SPIN_US = 30, MAX_ALONE = 64, MAX_PIECES = FIELD - 4096;
     const int threads;
+
+    // A helper that does not get its core holds up whatever piece it has begun. When that cost a quarter of a step, the
+    // caller works alone for some steps, then tries again.
+    void begin_step() { step_start = Clock::now(), stalled = {}; }
+    void end_step() {
+        if (alone > 0) alone--;
+        else if (stalled * 4 > Clock::now() - step_start) alone = patience, patience = std::min(2 * patience, MAX_ALONE);
+        else patience = 2;
+    }
 
     explicit Pool(int n) : threads(n) {
         for (int i = 1; i < n; i++) helpers.emplace_back([this, i] { help(i); });
@@ -238,7 +250,7 @@ class Pool {
 
     // Calls body(piece, thread) for every piece; returns when all are done.
     template <class Body> void run(int pieces, const Body& body) {
-        if (pieces <= 1 || threads == 1) {
+        if (pieces <= 1 || pieces > MAX_PIECES || threads == 1 || alone > 0) {
             for (int i = 0; i < pieces; i++) body(i, 0);
             return;
         }
@@ -252,9 +264,11 @@ class Pool {
             wake.notify_all();
         }
         while (work_once(0)) {}
-        for (int i = 0; done.load(std::memory_order_acquire) < pieces; i++)
-            if (i < 2000) pause_cpu();
-            else std::this_thread::yield();  // the helper may need this very core
+        for (int i = 0; i < 2000 && done.load(std::memory_order_acquire) < pieces; i++) pause_cpu();
+        if (done.load(std::memory_order_acquire) == pieces) return;
+        const auto since = Clock::now();
+        while (done.load(std::memory_order_acquire) < pieces) std::this_thread::yield();  // it may need this very core
+        stalled += Clock::now() - since;
     }
 };
 
@@ -665,7 +679,7 @@ class Model {
 
     void write_kv(const Step& step, int layer, const float* qkv, const float* angles) {
         const int dim = config.head_dim, size = step.block_size, ld = qkv_width();
-        for_rows(step.num_tokens, 2 * config.kv_heads * dim, [&](int r) {
+        for_rows(step.num_tokens, 16 * config.kv_heads * dim, [&](int r) {
             const int64_t block = step.slots[r] / size, offset = step.slots[r] % size;
             alignas(64) float key[MAX_HEAD_DIM];
             for (int head = 0; head < config.kv_heads; head++) {
@@ -803,6 +817,13 @@ class Model {
 
     explicit Model(const Config& c) : config(c), layers(c.layers, c.layers + c.num_layers), workers(c.threads) {}
 
+    const char* step(const Step& step) {
+        workers.pool.begin_step();
+        const char* field = forward(step);
+        workers.pool.end_step();
+        return field;
+    }
+
     const char* forward(const Step& step) {
         if (const char* field = fault(step)) return field;
         const int dim = config.head_dim, hidden = config.hidden, width = config.heads * dim, half = dim / 2;
@@ -897,6 +918,6 @@ void tidegate_model_free(void* model) { delete static_cast<Model*>(model); }
 
 // Null on success, else the name of the field that points outside, or "out of memory". One caller at a time.
 const char* tidegate_forward(void* model, const Step* step) try {
-    return static_cast<Model*>(model)->forward(*step);
+    return static_cast<Model*>(model)->step(*step);
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
 }

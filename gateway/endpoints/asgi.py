@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
-import anyio
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ErrorBody, error_headers
@@ -112,16 +109,34 @@ async def send_error(
     await send_body(send, error.status, [JSON, *headers, *error_headers(error)], error_body(error))
 
 
-@asynccontextmanager
-async def cancelled_when_client_leaves(receive: Receive) -> AsyncGenerator[anyio.CancelScope, None]:
-    """Cancel the block when the connection drops. A bare ASGI app hears of it only if somebody listens."""
-    with anyio.CancelScope() as scope:
-        watch = asyncio.ensure_future(_disconnected(receive))
-        watch.add_done_callback(lambda _: scope.cancel())
-        try:
-            yield scope
-        finally:
-            watch.cancel()
+class CancelledWhenClientLeaves:
+    """Cancel the block when the connection drops. A bare ASGI app hears of it only if somebody listens.
+
+    By hand, as every request passes here: an anyio scope and a generator around it take 20 us more.
+    """
+
+    __slots__ = ("_has_left", "_task", "_watch")
+
+    def __init__(self, receive: Receive) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None
+        self._task = task
+        self._has_left = False
+        self._watch = loop.create_task(_disconnected(receive))
+
+    def __enter__(self) -> None:
+        self._watch.add_done_callback(self._leave)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Only a cancellation that is ours ends here."""
+        self._watch.remove_done_callback(self._leave)
+        self._watch.cancel()
+        return self._has_left and self._task.uncancel() == 0 and kind is asyncio.CancelledError
+
+    def _leave(self, watch: asyncio.Future[None]) -> None:
+        self._has_left = True
+        self._task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

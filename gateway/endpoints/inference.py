@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 
 import anyio
@@ -14,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from gateway.auth import Authenticator
 from gateway.endpoints.asgi import (
     JSON,
+    CancelledWhenClientLeaves,
     ClientGone,
     Headers,
-    cancelled_when_client_leaves,
     check_json_content_type,
     read_body,
     send_body,
@@ -52,15 +53,19 @@ class InferenceEndpoint:
         pipeline: Pipeline,
         authenticator: Authenticator,
         max_body_bytes: int,
+        on_refused: Callable[[str, int], None],
     ) -> None:
+        """`on_refused(dialect, status)` hears of requests that do not come to a usage row."""
         self.authenticator = authenticator
         self._dialect = dialect
         self._pipeline = pipeline
         self._max_body_bytes = max_body_bytes
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id()
         headers: Headers = [(b"x-request-id", request_id.encode())]
+        accepted = False
         try:
             if scope["method"] != "POST":
                 raise MethodNotAllowed(
@@ -70,12 +75,15 @@ class InferenceEndpoint:
             check_json_content_type(scope)
             body = await read_body(scope, receive, self._max_body_bytes)
             request = self._dialect.decode(body, request_id, time.monotonic())
-            async with cancelled_when_client_leaves(receive):
+            accepted = True
+            with CancelledWhenClientLeaves(receive):
                 if request.stream:
                     await self._stream(request, principal, send, headers)
                 else:
                     await self._collect(request, principal, send, headers)
         except GatewayError as error:
+            if not accepted:
+                self._on_refused(self._dialect.dialect, error.status)
             await send_error(send, error, headers, self._dialect.error_body)
         except ClientGone:
             pass

@@ -62,6 +62,10 @@ class Routes:
     def models_of(self, principal: Principal) -> list[str]:
         return [name for name in self._routes if principal.may_use(name)]
 
+    def open_breakers(self) -> list[str]:
+        """Targets that are passed over now."""
+        return [name for name, target in self._targets.items() if target.breaker.is_open]
+
     def any_ready(self) -> bool:
         return any(t.provider.ready() for route in self._routes.values() for t in route.targets)
 
@@ -69,6 +73,6 @@ class Routes:
         if name not in self._targets:
             provider_name, _, upstream_model = name.partition("/")
             settings, provider = self._providers[provider_name]
-            breaker = CircuitBreaker(settings.breaker, self._clock)
+            breaker = CircuitBreaker(name, settings.breaker, self._clock)
             self._targets[name] = Target(name, provider, settings, upstream_model, breaker)
         return self._targets[name]

@@ -50,6 +50,7 @@ class Scene:
     ) -> None:
         self.clock = VirtualClock()
         self.ledger = Ledger(self.clock)
+        self.refused: list[tuple[str, int]] = []
         self.limiter = LocalLimiter(self.clock)
         table = {p.name: (ProviderSettings(p.name, "s", max_retries=0), p) for p in providers}
         routes = Routes(table, self.clock)

@@ -29,7 +29,10 @@ STARTED = Started("chatcmpl-1", "scripted", 1)
 def _app(scene: Scene, max_body_bytes: int = 10_000) -> InferenceEndpoint:
     digest = KeyDigest(hashlib.sha256(b"sk-test").digest())
     auth = Authenticator(AuthConfig(keys=(KeyConfig("web", digest),)))
-    return InferenceEndpoint(ChatEndpoint(), scene.pipeline, auth, max_body_bytes)
+    refused = scene.refused.append
+    return InferenceEndpoint(
+        ChatEndpoint(), scene.pipeline, auth, max_body_bytes, lambda *what: refused(what)
+    )
 
 
 def _scene(*script: Any) -> Scene:
@@ -141,3 +144,12 @@ async def test_batches_reach_the_client_as_they_come() -> None:
         more.set()
         await client.task
         assert b'"b"' in client.answer.body
+
+
+async def test_what_leaves_no_row_is_counted_apart() -> None:
+    scene = _scene()
+    await call(_app(scene), body=BODY)
+    await call(_app(scene), body=b"{", headers=KEY)
+    await call(_app(scene), body=BODY | {"model": "other"}, headers=KEY)
+    assert scene.refused == [("chat", 401), ("chat", 400)]
+    assert [row.status for row in scene.ledger.rows] == [404]

@@ -65,7 +65,9 @@ def observed(*providers: FakeProvider) -> tuple[Telemetry, Accounting]:
     telemetry = Telemetry(["demo"])
     store = Store("unix:///nowhere", 100)
     accounting = Accounting(store, [], telemetry)
-    telemetry.observe({provider.name: provider for provider in providers}, store, accounting)
+    only = {provider.name: provider for provider in providers}
+    telemetry.observe(only, store, accounting, lambda: ["up/m"])
+    telemetry.refuse("chat", 401)
     return telemetry, accounting
 
 
@@ -246,3 +248,10 @@ def test_a_level_below_the_configured_one_is_silent(stderr: Callable[[], str]) -
     logging.getLogger("tidegate").info("quiet")
     logging.getLogger("elsewhere").info("quiet")
     assert stderr() == ""
+
+
+def test_refused_requests_and_open_targets_are_shown() -> None:
+    telemetry, _ = observed()
+    text = telemetry.render()[0].decode()
+    assert 'tidegate_requests_refused_total{dialect="chat",status="401"} 1.0' in text
+    assert 'tidegate_target_open{target="up/m"} 1.0' in text
