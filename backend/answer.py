@@ -6,7 +6,11 @@ import hashlib
 import secrets
 import time
 
+from backend.answer_text import AnswerText
 from backend.protocol import Accepted, Delta, Logprob, Ready, Rejected
+from backend.reasoning import ReasoningSplitter
+from backend.request import usable_tools
+from backend.tool_parser import CallParser
 from plugins.errors import (
     ContextLengthExceeded,
     GatewayError,
@@ -34,6 +38,11 @@ class Answer:
         self._completions = request.dialect == "completions"
         self._model = model
         self._fingerprint = fingerprint(ready)
+        self._ready = ready
+        self._request = request
+        self._texts: dict[int, AnswerText] = {}  # by choice; none: the text is the answer as it is
+        self._in_reasoning = False  # where each choice begins
+        self._num_reasoning_tokens = 0
         self._n = request.sampling.n
         self._num_open = self._n * (len(request.prompts) if self._completions else 1)
         self._num_prompt_tokens = 0
@@ -49,6 +58,8 @@ class Answer:
                 self._read_delta(message, events)
             elif isinstance(message, Accepted):
                 self._num_prompt_tokens = message.num_prompt_tokens
+                self._in_reasoning = message.in_reasoning
+                self._texts = self._new_texts()
                 events.append(self._started())
             else:
                 self.done = True
@@ -69,6 +80,10 @@ class Answer:
         if delta.error or reason == "error" or reason == "abort":  # noqa: PLR1714  (narrows the type)
             raise UpstreamError(f"the engine gave up: {delta.error or reason}")
         choice = delta.index
+        text = self._texts.get(choice)
+        if text is not None and text.in_reasoning:
+            before = self._num_output_tokens.get(choice, 0)
+            self._num_reasoning_tokens += delta.num_output_tokens - before
         self._num_output_tokens[choice] = delta.num_output_tokens
         num_accepted = delta.num_accepted_tokens
         self._guesses[choice] = num_accepted, delta.num_draft_tokens - num_accepted
@@ -76,16 +91,41 @@ class Answer:
             self._num_cached_tokens[choice] = delta.num_cached_tokens
         if delta.text or delta.logprobs:
             self.has_content = True
-            offsets = tuple(entry.text_offset for entry in delta.logprobs)
-            logprobs = tuple(map(_token_logprob, delta.logprobs))
-            events.append(
-                TextDelta(delta.text, choice, logprobs, offsets if self._completions else ())
-            )
+            if text is not None and delta.text:
+                events += text.feed(delta.text)
+            if text is None or delta.logprobs:
+                events.append(self._text_delta(delta, "" if text is not None else delta.text))
         if reason is not None:
             self.has_content = True
             self._num_open -= 1
             stop = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+            if text is not None:
+                events += text.finish()
+                reason = text.finish_reason(reason)
             events.append(Finished(reason, choice, stop))
+
+    def _text_delta(self, delta: Delta, text: str) -> TextDelta:
+        offsets = tuple(entry.text_offset for entry in delta.logprobs)
+        logprobs = tuple(map(_token_logprob, delta.logprobs))
+        return TextDelta(text, delta.index, logprobs, offsets if self._completions else ())
+
+    def _new_texts(self) -> dict[int, AnswerText]:
+        request, ready = self._request, self._ready
+        names = frozenset(tool.name for tool in usable_tools(request))
+        reasons = ready.reasons and request.extra.get("separate_reasoning") is not False
+        if self._completions or not (names or reasons):
+            return {}
+        max_calls = 1 if request.parallel_tool_calls is False else None
+        return {
+            choice: AnswerText(
+                choice,
+                ReasoningSplitter(inside=self._in_reasoning) if reasons else None,
+                CallParser(ready.tool_notation, names, choice, max_calls=max_calls)
+                if names
+                else None,
+            )
+            for choice in range(self._n)
+        }
 
     def _usage(self) -> Usage:
         return Usage(
@@ -94,6 +134,7 @@ class Answer:
             cached_tokens=sum(self._num_cached_tokens.values()),
             accepted_prediction_tokens=sum(right for right, _ in self._guesses.values()),
             rejected_prediction_tokens=sum(wrong for _, wrong in self._guesses.values()),
+            reasoning_tokens=self._num_reasoning_tokens,
         )
 
 

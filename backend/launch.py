@@ -19,7 +19,7 @@ from backend.protocol import encode_frame
 from plugins.errors import GatewayError
 from plugins.interfaces import ProcessSpec, ProviderSettings, Runtime
 
-BACKEND_MODULES = ("torch", "numpy", "gguf", "tokenizers", "safetensors", "jinja2")
+BACKEND_MODULES = ("torch", "numpy", "gguf", "tokenizers", "safetensors", "jinja2", "llguidance")
 DEMO, HUB = "demo", "hub:"
 
 

@@ -33,6 +33,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     deterministic: bool = False
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     num_blocks: Count | None = None  # KV blocks, in place of kv_cache_gb
+    reasoning: Literal["auto", "off"] = "auto"  # off: <think> blocks stay in the text
 
     @property
     def draft_path(self) -> str:

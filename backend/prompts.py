@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from backend.chat_reader import ChatReader
+from backend.engine.grammar_spec import GrammarSpec, InvalidGrammar
 from backend.engine.params import GenerationRequest, InvalidGeneration, check_token_ids
 from backend.protocol import Generate, Rejected
+from backend.reasoning import CLOSING
+
+if TYPE_CHECKING:
+    from backend.engine.grammar import CompiledGrammar, GrammarCompiler, TokenGrammar
 
 MAX_ROWS = 1024  # prompts x n of one request
 INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside the event loop
@@ -41,37 +47,24 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
 
-class ChatTemplate(Protocol):
-    """What the worker needs of `backend.models.chat_template`."""
-
-    text: str
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str: ...
-
-
 @dataclass(slots=True)
 class Prompt:
     token_ids: list[int]
     text: str  # what `echo` gives back
+    grammar: CompiledGrammar | None = None
+    in_reasoning: bool = False
+    markers: dict[int, bytes] = field(default_factory=dict[int, bytes])
 
 
 @dataclass(slots=True)
 class PromptReader:
-    """Reads prompts for one model. `template_error` is what its template raises for messages it does not take."""
+    """Reads prompts for one model."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    template_error: type[Exception]
+    chat: ChatReader | None  # None: it has no template
     max_model_len: int
     vocab_size: int
+    grammars: GrammarCompiler | None = None  # None: this model cannot be held to a form
     _max_chars: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +76,9 @@ class PromptReader:
 
     def is_long(self, request: Generate) -> bool:
         """Whether reading it would hold up the event loop."""
+        grammar = self._grammar(request)
+        if grammar and self.grammars and not self.grammars.has(grammar):
+            return True
         if request.messages is not None:
             return _chat_chars(request) > INLINE_CHARS
         return sum(len(prompt) for prompt in request.prompts) > INLINE_CHARS
@@ -100,34 +96,40 @@ class PromptReader:
         if len(prompts) * rows > MAX_ROWS:
             message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
             raise Refused(message, "n" if rows == request.n else "best_of")
+        if (spec := self._grammar(request)) is not None:
+            grammar = self._compile(spec)
+            for prompt in prompts:
+                prompt.grammar = grammar
         return prompts
 
+    def _grammar(self, request: Generate) -> GrammarSpec | None:
+        return self.chat.grammar(request) if self.chat else request.grammar
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        if self.grammars is None:
+            raise Refused(f"{spec.param}: this model cannot be held to a form", spec.param)
+        try:
+            return self.grammars.compile(spec)
+        except InvalidGrammar as exc:
+            raise Refused(f"Invalid {spec.param}: {exc}", spec.param, "invalid_value") from exc
+
     def _chat(self, request: Generate) -> Prompt:
-        if self.template is None:
+        if self.chat is None:
             message = "this model has no chat template: use /v1/completions, or set `template`"
             raise Refused(message, "messages")
         try:
-            text = self.template.render(
-                self._known_roles(request.messages or []),
-                request.tools,
-                add_generation_prompt=not request.continue_final_message,
-                continue_final_message=request.continue_final_message,
-                **request.template_kwargs,
-            )
-        except self.template_error as exc:
+            text = self.chat.render(request)
+        except self.chat.template_error as exc:
             message = str(exc).removeprefix("chat template: ")
             raise Refused(f"the chat template refuses the messages: {message}", "messages") from exc
         # The template holds the model's own beginning-of-text token.
-        return Prompt(self._encode(text, "messages", add_special=False), text)
-
-    def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Templates older than the developer role know it as the system's."""
-        if self.template is None or "developer" in self.template.text:
-            return messages
-        return [
-            {**message, "role": "system"} if message["role"] == "developer" else message
-            for message in messages
-        ]
+        token_ids = self._encode(text, "messages", add_special=False)
+        return Prompt(
+            token_ids,
+            text,
+            in_reasoning=self.chat.in_reasoning(text),
+            markers=self.chat.markers(request),
+        )
 
     def _completion(self, prompt: str | list[int], min_output: int) -> Prompt:
         if isinstance(prompt, str):
@@ -184,9 +186,18 @@ def make_rows(request: Generate, prompts: list[Prompt], row_prefix: str) -> list
                     params,
                     request.klass,
                     request.cache_salt,
+                    _start_grammar(prompt),
+                    prompt.markers,
                 )
             )
     return rows
+
+
+def _start_grammar(prompt: Prompt) -> TokenGrammar | None:
+    """Thoughts are free; what follows them is not."""
+    if prompt.grammar is None:
+        return None
+    return prompt.grammar.start(CLOSING.encode() if prompt.in_reasoning else b"")
 
 
 def _wrap(seed: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from backend.engine.grammar_spec import GrammarSpec
 from backend.engine.params import FinishReason, RequestClass, SamplingParams
 
 VERSION = 1
@@ -48,6 +49,9 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     klass: RequestClass = RequestClass.STANDARD
     cache_salt: bytes = b""
     echo: bool = False
+    grammar: GrammarSpec | None = None
+    must_call: list[str] = msgspec.field(default_factory=list[str])  # tools; one of them is called
+    parallel_calls: bool = True
 
     @property
     def rows_per_prompt(self) -> int:
@@ -68,6 +72,8 @@ class Ready(msgspec.Struct, tag="ready"):
     vocab_size: int
     num_blocks: int
     version: int = VERSION
+    tool_notation: str = ""  # as in tool_parser.py
+    reasons: bool = False  # answers may begin with a reasoning block, which the gateway tells apart
 
 
 class Accepted(msgspec.Struct, tag="accepted"):
@@ -75,6 +81,7 @@ class Accepted(msgspec.Struct, tag="accepted"):
 
     request_id: int
     num_prompt_tokens: int
+    in_reasoning: bool = False  # the prompt has opened a reasoning block
 
 
 class Rejected(msgspec.Struct, tag="rejected", omit_defaults=True):

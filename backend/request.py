@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backend.answer_form import grammar_spec
 from backend.engine.params import RequestClass, SamplingParams
 from backend.protocol import Generate
 from plugins.errors import InvalidRequest, Unsupported
@@ -18,6 +19,7 @@ from plugins.events import (
     Text,
     Tool,
     ToolCall,
+    ToolChoice,
     ToolResult,
 )
 
@@ -32,11 +34,6 @@ _REFUSED_FIELDS = (
     "function_call",
     "web_search_options",
     "audio",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "use_beam_search",
 )
 
@@ -57,6 +54,7 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
         klass=RequestClass[request.klass.upper()],
         cache_salt=_cache_salt(request, tenant),
         echo=sampling.echo,
+        grammar=grammar_spec(request),
     )
     if request.dialect == "completions":
         generate.prompts = request.prompts
@@ -65,8 +63,11 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
     if not messages:
         raise InvalidRequest("messages is empty: it needs at least one message", param="messages")
     generate.messages = template_messages(messages)
-    if request.tools and not (request.tool_choice and request.tool_choice.mode == "none"):
-        generate.tools = [_template_tool(tool, i) for i, tool in enumerate(request.tools)]
+    if tools := usable_tools(request):
+        generate.tools = [_template_tool(tool, i) for i, tool in enumerate(tools)]
+        generate.must_call = _must_call(request.tool_choice, tools)
+        named = request.tool_choice is not None and request.tool_choice.mode == "named"
+        generate.parallel_calls = request.parallel_tool_calls is not False and not named
     generate.continue_final_message = messages[-1].role == "assistant"
     generate.template_kwargs = _template_kwargs(request)
     return generate
@@ -193,13 +194,9 @@ def _refuse_media(message: Message, index: int) -> None:
 
 
 def _refuse(request: Request) -> None:
-    sampling, form, choice = request.sampling, request.response_format, request.tool_choice
+    sampling = request.sampling
     if not 1 <= sampling.n <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {sampling.n}", param="n")
-    if form is not None and form.kind != "text":
-        raise _unsupported("response_format", f"type {form.kind} is not built yet; use text")
-    if choice is not None and _must_call(choice.mode, choice.allowed_mode):
-        raise _unsupported("tool_choice", "forcing a call is not built yet; use auto or none")
     _check_best_of(request)
     if sampling.prompt_logprobs and not sampling.echo:
         raise _unsupported("prompt_logprobs", "come with the prompt's text; set echo to true")
@@ -223,8 +220,24 @@ def _check_best_of(request: Request) -> None:
         raise InvalidRequest(message, param="best_of")
 
 
-def _must_call(mode: str, allowed_mode: str) -> bool:
-    return mode in ("required", "named") or (mode == "allowed" and allowed_mode == "required")
+def usable_tools(request: Request) -> list[Tool]:
+    """Those that the model may call; it is told of no others."""
+    choice = request.tool_choice
+    if choice is None or choice.mode in ("auto", "required", "named"):
+        return request.tools
+    if choice.mode == "none":
+        return []
+    return [tool for tool in request.tools if tool.name in choice.names]
+
+
+def _must_call(choice: ToolChoice | None, tools: list[Tool]) -> list[str]:
+    """One of these; empty: the model may as well answer."""
+    if choice is None:
+        return []
+    if choice.mode == "named":
+        return choice.names
+    required = choice.mode == "required" or choice.allowed_mode == "required"
+    return [tool.name for tool in tools] if required else []
 
 
 def _unsupported(param: str, message: str) -> Unsupported:

@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from backend.chat_reader import ChatReader, ChatTemplate, chat_reader
 from backend.engine_thread import Engine
 from backend.options import WorkerSettings
-from backend.prompts import ChatTemplate, PromptReader, Tokenizer
+from backend.prompts import PromptReader, Tokenizer
 from backend.protocol import Ready
 from backend.worker_server import WorkerServer
 
 if TYPE_CHECKING:
+    from backend.engine.grammar import GrammarCompiler
     from backend.models.batch import Model
     from backend.models.tokenizer import Tokenizer as ModelTokenizer
 
@@ -50,6 +52,8 @@ class Loaded:
     template_error: type[Exception]
     name: str
     fingerprint: str
+    grammars: GrammarCompiler | None = None  # None: answers cannot be held to a form
+    reasoning: bool = True  # reasoning blocks are told apart
 
 
 Load = Callable[[WorkerSettings], Loaded]
@@ -124,18 +128,29 @@ async def _serve(settings: WorkerSettings, loaded: Loaded, stdin: StdinWatch) ->
 
 def _new_server(loaded: Loaded) -> WorkerServer:
     engine, tokenizer = loaded.engine, loaded.tokenizer
+    chat = _chat_reader(loaded)
     reader = PromptReader(
         tokenizer,
-        loaded.template,
-        loaded.template_error,
+        chat,
         engine.max_model_len,
         engine.vocab_size,
+        loaded.grammars,
     )
     num_blocks = engine.stats().num_blocks
     ready = Ready(
         loaded.name, loaded.fingerprint, engine.max_model_len, engine.vocab_size, num_blocks
     )
+    if chat is not None:
+        ready.tool_notation, ready.reasons = chat.calls.notation, chat.reasons
     return WorkerServer(engine, reader, ready)
+
+
+def _chat_reader(loaded: Loaded) -> ChatReader | None:
+    if loaded.template is None:
+        return None
+    return chat_reader(
+        loaded.template, loaded.template_error, loaded.tokenizer, reasoning=loaded.reasoning
+    )
 
 
 def load_engine(settings: WorkerSettings) -> Loaded:
@@ -143,6 +158,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     from backend.engine.engine import (
         LLMEngine,  # torch takes seconds to import: only where it is used
     )
+    from backend.engine.grammar import GrammarCompiler
     from backend.models.chat_template import TemplateError
     from backend.models.loader import ModelLoadError, load_model
 
@@ -165,7 +181,14 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:
         raise LoadFault(str(exc) or type(exc).__name__) from exc
     return Loaded(
-        engine, loaded.tokenizer, template, TemplateError, loaded.name, loaded.model.fingerprint
+        engine,
+        loaded.tokenizer,
+        template,
+        TemplateError,
+        loaded.name,
+        loaded.model.fingerprint,
+        GrammarCompiler(loaded.tokenizer) if loaded.tokenizer.eos_ids else None,
+        options.reasoning == "auto",
     )
 
 

@@ -112,7 +112,8 @@ class WorkerServer:
             request.choices.clear()
             session.reject(request, Refused(refusal.message, refusal.param, refusal.code))
             return
-        session.send(Accepted(message.request_id, sum(len(p.token_ids) for p in prompts)))
+        num_tokens = sum(len(p.token_ids) for p in prompts)
+        session.send(Accepted(message.request_id, num_tokens, prompts[0].in_reasoning))
 
     def _send_outputs(self, outputs: list[StepOutput]) -> None:
         """One frame for each gateway process, however many of its streams moved."""

@@ -14,6 +14,7 @@ from backend.engine.block_pool import BlockPool, root_digest
 from backend.engine.config import EngineConfig, kv_cache_blocks
 from backend.engine.detokenizer import Detokenizer, EngineTokenizer
 from backend.engine.draft_model import DraftModel
+from backend.engine.grammar import MaskThread
 from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
 from backend.engine.params import (
@@ -76,6 +77,7 @@ class LLMEngine:
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = Sampler(self.vocab_size)
         self._speculator = self._new_speculator(draft_model, num_blocks, block_rows)
+        self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
         self._totals = dict.fromkeys(("steps", "cached", "prompt", "output"), 0)
@@ -116,6 +118,8 @@ class LLMEngine:
             rules=LogitRules(params, request.prompt_ids, eos_ids)
             if LogitRules.needed(params)
             else None,
+            grammar=request.grammar,
+            markers=request.markers,
         )
         if params.prompt_logprobs is not None:
             engine_request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], math.nan))
@@ -141,7 +145,9 @@ class LLMEngine:
         self._totals["steps"] += 1
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
+            masks = self._masks.begin([item.request.grammar for item in rows if item.num_draws])
             logits = self._run(rows)[:, : self.vocab_size]
+            masks.result()
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
             return [self._fail(request, f"the model failed: {exc}") for request, _ in scheduled]
@@ -206,14 +212,14 @@ class LLMEngine:
     def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
         """Take over what a step computed of one request -> None while its tokens are not all computed."""
         request = rows.request
-        num_scored = min(request.num_unscored_tokens, rows.num_logits)
+        num_scored = rows.num_logits - rows.num_draws
         if not score_prompt(request, logits[:num_scored]):
             return self._fail(request, NOT_NUMBERS)
         output = None
         if num_scored < rows.num_logits:
             output = self._generate(request, logits[num_scored:])
             if output is None:
-                return self._fail(request, NOT_NUMBERS)
+                return self._fail(request, _why_no_draw(request))
         # One token is always left to compute: the next step starts from its logits.
         end = rows.start + len(rows.token_ids)
         request.num_computed_tokens = min(end, request.num_tokens - 1)
@@ -223,7 +229,7 @@ class LLMEngine:
         return output
 
     def _generate(self, request: EngineRequest, logits: np.ndarray) -> StepOutput | None:
-        """Draw the next token, and one more behind each guess that was right -> None: logits are not numbers."""
+        """Draw the next token, and one more behind each guess that was right -> None: no token can be drawn."""
         output, is_first = new_output(request), request.num_output_tokens == 0
         if is_first:
             output.prompt_logprobs = request.prompt_logprobs
@@ -271,6 +277,12 @@ class LLMEngine:
         self._scheduler.finish(request)
         if not self._requests:
             self._pool.check_integrity(())
+
+
+def _why_no_draw(request: EngineRequest) -> str:
+    if request.grammar is not None and request.grammar.error:
+        return f"the grammar cannot go on: {request.grammar.error}"
+    return NOT_NUMBERS
 
 
 def _context_len(config: EngineConfig, model: Model, num_blocks: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -39,6 +39,24 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # the same of every prompt token
 
 
+class TokenConstraint(Protocol):
+    """Which tokens may come next; `backend.engine.grammar.TokenGrammar` is one. It follows one request's tokens."""
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def prepare(self) -> None: ...
+
+    def apply(self, logits: Any) -> None: ...
+
+    def accept(self, token_id: int) -> None: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+
 class GenerationRequest(msgspec.Struct):
     """One sequence to generate. `n` choices are `n` requests that share their prompt's blocks."""
 
@@ -47,6 +65,12 @@ class GenerationRequest(msgspec.Struct):
     params: SamplingParams
     klass: RequestClass = RequestClass.STANDARD
     cache_salt: bytes = b""  # tenants with different salts never share prefix blocks
+    grammar: TokenConstraint | None = (
+        None  # this request's own; it starts at the first output token
+    )
+    markers: dict[int, bytes] = msgspec.field(  # special tokens that show in the text, and how
+        default_factory=dict[int, bytes]
+    )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from backend.engine.detokenizer import EngineTokenizer
-from backend.engine.params import StepOutput, TokenLogprob
+from backend.engine.params import FinishReason, StepOutput, TokenLogprob
 from backend.engine.request import EngineRequest
 from backend.engine.sampler import Draw, token_logprob
 
@@ -51,13 +51,21 @@ def append_token(
         output.finish_reason = "stop"
         output.stop_reason = token_id if token_id in params.stop_token_ids else None
     else:
-        output.text += detokenizer.push(tokenizer.token_bytes(token_id), match_stop=may_stop)
-        if request.num_output_tokens == request.max_output_tokens:
+        shown_bytes = request.markers.get(token_id) or tokenizer.token_bytes(token_id)
+        output.text += detokenizer.push(shown_bytes, match_stop=may_stop)
+        output.finish_reason = _end_of_output(request)
+        if output.finish_reason is not None:
             output.text += detokenizer.finish(match_stop=may_stop)
-            output.finish_reason = "length"
     if detokenizer.matched_stop is not None:
         output.finish_reason, output.stop_reason = "stop", detokenizer.matched_stop
     _count(request, draw.logprob, output, shown)
+
+
+def _end_of_output(request: EngineRequest) -> FinishReason | None:
+    """Whether the request is through without an end-of-turn token. A whole text at the limit is whole."""
+    if request.grammar is not None and request.grammar.is_finished:
+        return "stop"
+    return "length" if request.num_output_tokens == request.max_output_tokens else None
 
 
 def _ends_turn(request: EngineRequest, token_id: int, tokenizer: EngineTokenizer) -> bool:

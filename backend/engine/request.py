@@ -10,7 +10,7 @@ from backend.engine.block_pool import BlockKey, extend_keys
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.drafts import Drafts
 from backend.engine.logit_rules import LogitRules
-from backend.engine.params import RequestClass, SamplingParams, TokenLogprob
+from backend.engine.params import RequestClass, SamplingParams, TokenConstraint, TokenLogprob
 
 
 class Status(Enum):
@@ -35,6 +35,8 @@ class EngineRequest:
     root: bytes  # parent of the first block's key
     detokenizer: Detokenizer
     rules: LogitRules | None  # None: the logits are used as they come
+    grammar: TokenConstraint | None = None  # None: every token is legal
+    markers: dict[int, bytes] = field(default_factory=dict[int, bytes])  # special tokens to show
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -104,6 +106,8 @@ class EngineRequest:
         self.token_ids.append(token_id)
         if self.rules is not None:
             self.rules.append(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
     def extend_keys(self, block_size: int) -> None:
         extend_keys(self.block_keys, self.root, self.token_ids, block_size)
@@ -116,3 +120,8 @@ class Rows(NamedTuple):
     start: int  # position of the first
     token_ids: list[int]
     num_logits: int
+
+    @property
+    def num_draws(self) -> int:
+        """How many of those lead to tokens; the ones before only score the prompt."""
+        return max(0, self.num_logits - self.request.num_unscored_tokens)

@@ -60,7 +60,7 @@ class Sampler:
 
         `guess`: what a draft model drew for it, and from which law.
         """
-        params, logits = request.params, _ruled(raw, request)
+        params, logits = request.params, _legal_logits(raw, request)
         position = request.num_tokens
         if not math.isfinite(logits.max()):
             return None
@@ -80,7 +80,7 @@ class Sampler:
 
     def guess(self, raw: np.ndarray, request: EngineRequest) -> None:
         """Draw the request's next guess from a draft model's logits `raw` [vocab_size]; none from what is no number."""
-        params, drafts, logits = request.params, request.drafts, _ruled(raw, request)
+        params, drafts, logits = request.params, request.drafts, _legal_logits(raw, request)
         if not math.isfinite(logits.max()):
             return
         position = request.num_tokens + len(drafts.token_ids)
@@ -153,11 +153,22 @@ def law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _ruled(raw: np.ndarray, request: EngineRequest) -> np.ndarray:
-    if request.rules is None:
+def _legal_logits(raw: np.ndarray, request: EngineRequest) -> np.ndarray:
+    """What the request's rules and grammar make of its row; `raw` stays as it is.
+
+    Where they leave no token (min_tokens forbids the end, the grammar all else), the grammar has it.
+    """
+    rules, grammar = request.rules, request.grammar
+    if rules is None and grammar is None:
         return raw
     logits = raw.copy()
-    request.rules.apply(logits)
+    if rules is not None:
+        rules.apply(logits)
+    if grammar is not None:
+        grammar.apply(logits)
+        if rules is not None and logits.max() == -math.inf:
+            logits = raw.copy()
+            grammar.apply(logits)
     return logits
 
 

@@ -64,12 +64,14 @@ class Speculator:
         self._cost = StepCost()
 
     def plan(self, running: Sequence[EngineRequest]) -> None:
-        """Set `drafts.num_wanted` of every running request."""
+        """Set `drafts.num_wanted` of every running request; 0 where a grammar rules: masks are made for one row."""
         for request in running:
             request.drafts.clear()
         decoding = [request for request in running if request.num_wanted_tokens == 1]
-        seconds = self._cost.with_guesses(len(decoding)) if decoding else []
-        for request in decoding:
+        guessable = [request for request in decoding if request.grammar is None]
+        num_others = len(decoding) - len(guessable)
+        seconds = self._cost.with_guesses(len(guessable), num_others) if guessable else []
+        for request in guessable:
             limit = min(
                 guesses_worth(request.drafts.acceptance, seconds),
                 request.max_output_tokens - request.num_output_tokens - 1,
@@ -150,10 +152,11 @@ class StepCost:
         if num_guesses:
             self._seconds_per_guess += 0.1 * (seconds / num_guesses - self._seconds_per_guess)
 
-    def with_guesses(self, num_requests: int) -> list[float]:
-        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses."""
+    def with_guesses(self, num_requests: int, num_others: int = 0) -> list[float]:
+        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses, and `num_others` none."""
         return [
-            self._of(num_requests * (1 + k)) + num_requests * k * self._seconds_per_guess
+            self._of(num_others + num_requests * (1 + k))
+            + num_requests * k * self._seconds_per_guess
             for k in range(MAX_DRAFTS + 1)
         ]
 

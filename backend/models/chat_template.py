@@ -39,6 +39,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = lambda: datetime.now().astimezone(),
     ) -> None:
         self.text = text
+        self.tool_text = tool_text or text
         self._globals = {
             "bos_token": bos_token,
             "eos_token": eos_token,

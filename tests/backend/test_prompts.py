@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from backend.chat_reader import chat_reader
 from backend.engine.params import SamplingParams
 from backend.prompts import INLINE_CHARS, Prompt, PromptReader, Refused, make_rows
 from backend.protocol import Generate
@@ -11,7 +12,8 @@ from tests.backend.toy_worker import BOS, ToyTemplate, ToyTemplateError, ToyToke
 
 
 def reader(template: ToyTemplate | None = None, max_model_len: int = 100) -> PromptReader:
-    return PromptReader(ToyTokenizer(), template, ToyTemplateError, max_model_len, vocab_size=257)
+    chat = template and chat_reader(template, ToyTemplateError, ToyTokenizer())
+    return PromptReader(ToyTokenizer(), chat, max_model_len, vocab_size=257)
 
 
 def read(generate: Generate, **kwargs: Any) -> list[Prompt]:

@@ -213,14 +213,9 @@ def test_fields_that_change_nothing_are_let_through() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": ResponseFormat("json_object")}, "response_format"),
-        ({"tool_choice": ToolChoice("required")}, "tool_choice"),
-        ({"tool_choice": ToolChoice("named", ["look"])}, "tool_choice"),
-        ({"tool_choice": ToolChoice("allowed", ["a"], "required")}, "tool_choice"),
         ({"sampling": Sampling(prompt_logprobs=True)}, "prompt_logprobs"),
         ({"tools": [Tool("x", kind="custom")]}, "tools[0].type"),
         ({"extra": {"suffix": "end"}}, "suffix"),
-        ({"extra": {"guided_regex": "a+"}}, "guided_regex"),
     ],
     ids=str,
 )
@@ -228,6 +223,37 @@ def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], param: str
     with pytest.raises(Unsupported) as refused:
         to_generate(chat(**fields))
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+LOOK, GO = Tool("look"), Tool("go")
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "must_call"),
+    [
+        (None, ["look", "go"], []),
+        (ToolChoice("auto"), ["look", "go"], []),
+        (ToolChoice("none"), [], []),
+        (ToolChoice("required"), ["look", "go"], ["look", "go"]),
+        (ToolChoice("named", ["go"]), ["look", "go"], ["go"]),
+        (ToolChoice("allowed", ["go"]), ["go"], []),
+        (ToolChoice("allowed", ["go"], "required"), ["go"], ["go"]),
+    ],
+    ids=str,
+)
+def test_a_tool_choice_says_what_is_shown_and_what_must_be_called(
+    choice: ToolChoice | None, shown: list[str], must_call: list[str]
+) -> None:
+    generate = to_generate(chat(tools=[LOOK, GO], tool_choice=choice))
+    assert [tool["function"]["name"] for tool in generate.tools or []] == shown
+    assert generate.must_call == must_call
+
+
+def test_several_calls_are_made_unless_they_are_refused_or_one_is_named() -> None:
+    assert to_generate(chat(tools=[LOOK], tool_choice=ToolChoice("required"))).parallel_calls
+    named = ToolChoice("named", ["look"])
+    assert not to_generate(chat(tools=[LOOK], tool_choice=named)).parallel_calls
+    assert not to_generate(chat(tools=[LOOK], parallel_tool_calls=False)).parallel_calls
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,9 @@ def completion(request_id: int, prompt: str, max_tokens: int = 5, **params: obje
 
 def test_the_worker_says_what_it_serves(peer: Peer) -> None:
     ready = peer.receive()
-    assert ready == Ready("toy", "toy-1", MAX_MODEL_LEN, 257, ToyEngine.num_blocks)
+    assert ready == Ready(
+        "toy", "toy-1", MAX_MODEL_LEN, 257, ToyEngine.num_blocks, tool_notation="hermes"
+    )
 
 
 def test_the_socket_is_its_owners_alone(worker: WorkerProcess) -> None:

@@ -18,7 +18,19 @@ from backend.options import EngineOptions, WorkerSettings
 from backend.protocol import encode_frame
 from gateway.endpoints.completions_encode import CompletionsCollector
 from plugins.errors import ContextLengthExceeded
-from plugins.events import Finished, Message, Request, Sampling, Text, TextDelta, Usage
+from plugins.events import (
+    Finished,
+    Message,
+    Request,
+    ResponseFormat,
+    Sampling,
+    Text,
+    TextDelta,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
+    Usage,
+)
 from plugins.interfaces import Call, Timeout
 from tests.backend.worker_process import WorkerProcess
 
@@ -181,3 +193,49 @@ async def test_a_long_prompt_is_refused_with_the_numbers(worker: WorkerProcess) 
     async with Connected(worker) as provider:
         with pytest.raises(ContextLengthExceeded, match=r"512 tokens.*resulted in 6\d\d tokens"):
             await answer(provider, request)
+
+
+async def test_the_demo_model_answers_in_the_schema_asked_for(worker: WorkerProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    question = Message("user", [Text("Name a city in France, and whether it is big.")])
+    request = Request(
+        "r",
+        "chat",
+        "m",
+        messages=[question],
+        sampling=Sampling(temperature=1.0, seed=5, max_tokens=80),
+        response_format=ResponseFormat("json_schema", schema, "city", strict=True),
+    )
+    async with Connected(worker) as provider:
+        value = json.loads(await answer(provider, request))
+    assert list(value) == ["city", "big"]
+    assert isinstance(value["big"], bool)
+
+
+async def test_the_demo_model_calls_a_tool_that_must_be_called(worker: WorkerProcess) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}},
+        "required": ["city"],
+    }
+    request = Request(
+        "r",
+        "chat",
+        "m",
+        messages=[Message("user", [Text("What is the weather in Paris?")])],
+        sampling=Sampling(temperature=0.0, max_tokens=80),
+        tools=[Tool("get_weather", "The weather of a city.", parameters)],
+        tool_choice=ToolChoice("required"),
+        parallel_tool_calls=False,
+    )
+    async with Connected(worker) as provider:
+        events = [e async for batch in provider.stream(request, Call("m")) for e in batch]
+    calls = [event for event in events if isinstance(event, ToolCallDelta)]
+    assert calls[0].name == "get_weather"
+    assert json.loads("".join(call.arguments for call in calls)) == {"city": "Paris"}
+    assert Finished("tool_calls", 0) in events

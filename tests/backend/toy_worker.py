@@ -44,7 +44,7 @@ class ToyTemplateError(Exception):
 
 
 class ToyTemplate:
-    text = "toy"
+    text = tool_text = "{{ messages }}{{ tools }}"
 
     def render(
         self,
