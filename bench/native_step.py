@@ -77,20 +77,27 @@ class TorchLinears:
         linear(x[:logits_rows], self.head)
 
 
-def report(
-    model: NativeLlama, linears: TorchLinears, kv: KVCache, case: tuple[int, int, int], repeat: int
-) -> None:
+def cases(context: int) -> list[tuple[int, int, int]]:
+    """(sequences, new rows of each, context)"""
+    decode = [(num_seqs, 1, context) for num_seqs in (1, 2, 4, 8, 16, 32)]
+    return [*decode, (1, 1, 1024), *((1, rows, rows) for rows in (128, 512, 2048))]
+
+
+def native_ms(model: NativeLlama, kv: KVCache, case: tuple[int, int, int], repeat: int) -> float:
+    batch = make_batch(*case, model.vocab_size)
+    return median_ms(
+        lambda: model.forward(batch, kv), repeat if case[1] == 1 else max(3, repeat // 3)
+    )
+
+
+def line(model: NativeLlama, case: tuple[int, int, int], ms: float, torch_ms: float) -> str:
     num_seqs, rows, context = case
-    batch = make_batch(num_seqs, rows, context, model.vocab_size)
-    ms = median_ms(lambda: model.forward(batch, kv), repeat)
-    torch_ms = median_ms(lambda: linears(num_seqs * rows, num_seqs), max(3, repeat // 3))
-    num_bytes = model.weight_bytes + num_seqs * cdiv(
-        context, BLOCK_SIZE
-    ) * model.kv_bytes_per_block(BLOCK_SIZE)
+    cached = num_seqs * cdiv(context, BLOCK_SIZE) * model.kv_bytes_per_block(BLOCK_SIZE)
+    num_bytes = model.weight_bytes + cached
     name = f"decode B={num_seqs} ctx {context}" if rows == 1 else f"prefill {rows}"
-    print(
-        f"{name:<22}{ms:9.2f} ms{num_seqs * rows / ms * 1e3:9.0f} tok/s{num_bytes / 1e6:9.0f} MB"
-        f"{num_bytes / ms / 1e6:7.1f} GB/s   torch linears {torch_ms:9.2f} ms {torch_ms / ms:6.1f}x"
+    return (
+        f"{name:<22}{ms:9.2f} ms{num_seqs * rows / ms * 1e3:7.0f} tok/s{num_bytes / 1e6:6.0f} MB"
+        f"{num_bytes / ms / 1e6:6.1f} GB/s   torch linears {torch_ms:8.2f} ms {torch_ms / ms:5.1f}x"
     )
 
 
@@ -107,16 +114,16 @@ def main() -> None:
     weights = read_llama_weights(checkpoint, checkpoint.config)
     model = NativeLlama(checkpoint.config, weights, threads=args.threads)
     torch.set_num_threads(model.threads)
-    linears = TorchLinears(weights)
     print(
         f"{model.threads} threads, load {os.getloadavg()[0]:.2f}, {model.weight_bytes / 1e6:.0f} MB of weights"
     )
     kv = model.new_kv_cache(max(32 * cdiv(args.context, BLOCK_SIZE), 128), BLOCK_SIZE)
-    for num_seqs in (1, 2, 4, 8, 16, 32):
-        report(model, linears, kv, (num_seqs, 1, args.context), args.repeat)
-    report(model, linears, kv, (1, 1, 1024), args.repeat)
-    for rows in (128, 512, 2048):
-        report(model, linears, kv, (1, rows, rows), max(3, args.repeat // 3))
+    native = [native_ms(model, kv, case, args.repeat) for case in cases(args.context)]
+    linears = TorchLinears(weights)  # only now: torch's idle threads spin for a while
+    for case, ms in zip(cases(args.context), native, strict=True):
+        num_seqs, rows, _ = case
+        torch_ms = median_ms(lambda n=num_seqs, r=rows: linears(n * r, n), max(3, args.repeat // 3))
+        print(line(model, case, ms, torch_ms))
 
 
 if __name__ == "__main__":

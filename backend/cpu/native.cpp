@@ -1,8 +1,8 @@
 // The native CPU tier: one fused forward pass of a Llama-family model over packed weights, as a plain C interface.
 //
-// Weights stay as small as in the file. A matrix [rows, cols] is stored as panels of 16 rows; inside a panel the columns
-// follow one another, 16 row values side by side, so one vector holds one column of several rows. A weight becomes
-// float32 in a register (w = d * q + m, rounded once) and meets float32 activations in a fused multiply-add.
+// Weights stay as small as in the file. A matrix [rows, cols] is stored as panels of 16 rows; inside a panel the
+// columns follow one another, 16 row values side by side, so one vector holds one column of several rows. A weight
+// becomes float32 in a register (w = d * q + m, rounded once) and meets float32 activations in a fused multiply-add.
 //
 // Every output element is one chain of multiply-adds in column order, whatever the number of rows of the step, and
 // attention visits the keys of a row in the same tiles whatever its neighbours. So a row's result does not depend, in
@@ -18,6 +18,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 #if defined(__linux__)
@@ -30,7 +31,7 @@
 #define INLINE inline __attribute__((always_inline))
 #define RESTRICT __restrict__
 
-// ---- vectors: LANES floats; intrinsics where the width is the machine's own, GCC/Clang vectors otherwise ------------
+// ---- vectors: LANES floats; intrinsics where the width is the machine's own, GCC/Clang vectors otherwise ----------
 
 #ifndef LANES  // a build for tests may force a width that the machine lacks
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -225,19 +226,23 @@ class Pool {
 
   public:
     static constexpr int SPIN_US = 30, MAX_ALONE = 64, MAX_PIECES = FIELD - 4096;
-    const int threads;
+    int threads = 1;
 
     // A helper that does not get its core holds up whatever piece it has begun. When that cost a quarter of a step, the
     // caller works alone for some steps, then tries again.
     void begin_step() { step_start = Clock::now(), stalled = {}; }
     void end_step() {
+        const bool held_up = stalled * 4 > Clock::now() - step_start;
         if (alone > 0) alone--;
-        else if (stalled * 4 > Clock::now() - step_start) alone = patience, patience = std::min(2 * patience, MAX_ALONE);
+        else if (held_up) alone = patience, patience = std::min(2 * patience, MAX_ALONE);
         else patience = 2;
     }
 
-    explicit Pool(int n) : threads(n) {
-        for (int i = 1; i < n; i++) helpers.emplace_back([this, i] { help(i); });
+    explicit Pool(int wanted) {
+        helpers.reserve(std::max(0, wanted - 1));
+        try {
+            for (; threads < wanted; threads++) helpers.emplace_back([this, i = threads] { help(i); });
+        } catch (const std::system_error&) {}  // the system grants no more threads: do with what there is
     }
     ~Pool() {
         {
@@ -272,7 +277,7 @@ class Pool {
     }
 };
 
-// ---- weights ----------------------------------------------------------------------------------------------------------
+// ---- weights ------------------------------------------------------------------------------------------------------
 
 enum Kind : int32_t { F32, F16, BF16, Q8_0, Q4_0, Q4_1, NUM_KINDS };
 
@@ -284,8 +289,8 @@ struct Matrix {
     int panels() const { return (rows + PANEL - 1) / PANEL; }
 };
 
-// Each format: GROUPS * GROUP columns take BYTES bytes of a panel. A Block is opened on one vector of rows and walks the
-// groups in order; `at` gives w of column g of the current group, the last of which is asked for by name.
+// Each format: GROUPS * GROUP columns take BYTES bytes of a panel. A Block is opened on one vector of rows and walks
+// the groups in order; `at` gives w of column g of the current group, the last of which is asked for by name.
 template <int BYTES_, vfloat (*LOAD)(const uint8_t*)> struct Dense {
     static constexpr int GROUPS = 1, GROUP = 1, BYTES = BYTES_;
     struct Block {
@@ -413,7 +418,7 @@ static void unpack_row(const Matrix& m, int row, float* out) {
     });
 }
 
-// ---- matrix product: y[m][n] = sum over k of x[m][k] * w[n][k] --------------------------------------------------------
+// ---- matrix product: y[m][n] = sum over k of x[m][k] * w[n][k] ----------------------------------------------------
 
 template <class F, int ROWS, int VECS, bool LAST>
 static INLINE void multiply_group(const typename F::Block (&block)[VECS], const float* x, int64_t ldx,
@@ -583,13 +588,14 @@ static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t 
             unpacked = to;
         }
         for_row_tiles(count, [&](auto rows, int r0) {
+            const int row = m0 + r0;
             multiply_panels<FormatF32, decltype(rows)::value, WIDE>((const uint8_t*)unpacked, panel_floats * 4, first,
-                                                                    last, x + (m0 + r0) * ldx, ldx, w.cols, m0 + r0, out);
+                                                                    last, x + row * ldx, ldx, w.cols, row, out);
         });
     });
 }
 
-// ---- the model ----------------------------------------------------------------------------------------------------------
+// ---- the model ----------------------------------------------------------------------------------------------------
 
 struct Layer {
     const float *attn_norm, *mlp_norm;
@@ -713,9 +719,11 @@ class Model {
                 vfloat acc[decltype(n)::value][PARTS];
                 for (int r = 0; r < n; r++)
                     for (int v = 0; v < PARTS; v++) acc[r][v] = load<vfloat>(out + (r0 + r) * dim + c + v * LANES);
-                for (int key = 0; key < num_keys; key += 16)
-                    multiply_tile<FormatF32>((const uint8_t*)(blocks[key / 16] + c), 0, dim * 4,
-                                             weights + r0 * KEY_TILE + key, KEY_TILE, std::min(16, num_keys - key), acc);
+                for (int key = 0; key < num_keys; key += 16) {
+                    const float* from = weights + r0 * KEY_TILE + key;
+                    multiply_tile<FormatF32>((const uint8_t*)(blocks[key / 16] + c), 0, dim * 4, from, KEY_TILE,
+                                             std::min(16, num_keys - key), acc);
+                }
                 for (int r = 0; r < n; r++)
                     for (int v = 0; v < PARTS; v++) store(out + (r0 + r) * dim + c + v * LANES, acc[r][v]);
             });
@@ -740,7 +748,9 @@ class Model {
         const int context_len = step.context_lens[piece.seq];
         const int after = step.query_start[piece.seq + 1] - piece.last;  // rows of the sequence behind this piece
         const int end = context_len - after;                             // keys that the last row sees
-        const auto block_at = [&](int key) { return head_base + (table[key / size] * int64_t(size) + key % size) * dim; };
+        const auto block_at = [&](int key) {
+            return head_base + (table[key / size] * int64_t(size) + key % size) * dim;
+        };
         for (int start = 0; start < end; start += KEY_TILE) {
             const int num_keys = std::min(KEY_TILE, end - start), num_blocks = (num_keys + 15) / 16;
             const float *key_blocks[KEY_TILE / 16], *value_blocks[KEY_TILE / 16];
@@ -873,7 +883,7 @@ class Model {
     }
 };
 
-// ---- C interface --------------------------------------------------------------------------------------------------------
+// ---- C interface --------------------------------------------------------------------------------------------------
 
 static const char OUT_OF_MEMORY[] = "out of memory";
 
@@ -884,7 +894,8 @@ int tidegate_lanes() { return LANES; }
 // Asks for 2 MiB pages, before the first write: weights and caches span thousands of small ones.
 void tidegate_use_huge_pages(void* start, int64_t num_bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 4096, first = ((uintptr_t)start + page - 1) / page * page, end = (uintptr_t)start + num_bytes;
+    const uintptr_t page = 4096, end = (uintptr_t)start + num_bytes;
+    const uintptr_t first = ((uintptr_t)start + page - 1) / page * page;
     if (first < end) madvise((void*)first, end - first, MADV_HUGEPAGE);
 #else
     (void)start, (void)num_bytes;
@@ -898,7 +909,8 @@ int64_t tidegate_packed_bytes(int kind, int rows, int cols) {
 }
 
 // rows of `src`, each row_bytes long in file order, to panels; panel row i takes src row order[i].
-void tidegate_pack(int kind, const uint8_t* src, int64_t row_bytes, const int64_t* order, int rows, int cols, uint8_t* dst) {
+void tidegate_pack(int kind, const uint8_t* src, int64_t row_bytes, const int64_t* order, int rows, int cols,
+                   uint8_t* dst) {
     std::memset(dst, 0, tidegate_packed_bytes(kind, rows, cols));
     for (int i = 0; i < rows; i++)
         pack_row(kind, src + order[i] * row_bytes, cols, dst + i / PANEL * panel_bytes(kind, cols), i % PANEL);
@@ -912,7 +924,9 @@ const char* tidegate_linear(const Matrix* w, const float* x, int m, float* y, in
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
 
 // Null when there is no memory or no thread to be had. All that `config` points to must outlive the model.
-void* tidegate_model_new(const Config* config) try { return new Model(*config); } catch (const std::exception&) { return nullptr; }
+void* tidegate_model_new(const Config* config) try {
+    return new Model(*config);
+} catch (const std::exception&) { return nullptr; }
 
 void tidegate_model_free(void* model) { delete static_cast<Model*>(model); }
 

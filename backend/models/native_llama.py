@@ -79,6 +79,8 @@ class NativeLlama:
         if not self._handle:
             raise MemoryError("the native tier could not allocate its model or start its threads")
         self._finalizer = weakref.finalize(self, self._library.tidegate_model_free, self._handle)
+        # A process that ends, or a forked child of it, has no threads to join.
+        self._finalizer.atexit = False
         self._cache_of: tuple[KVCache, _Pointers, _Pointers] | None = None
 
     @property
