@@ -113,6 +113,12 @@ def prefer(pid: int | str, nice: int = -20) -> None:
         Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
+def stop_cleanly_on_signals() -> None:
+    """Else the servers that a stopped benchmark has started would live on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_servers
-from bench_server import ROOT, prefer
+from bench_server import ROOT, prefer, stop_cleanly_on_signals
 from engine_report import print_report
 from engine_servers import Contender
 from process_meter import cpu_s, machine_busy_s, rss_mb
@@ -44,9 +44,11 @@ def contenders(args: argparse.Namespace, scratch: Path) -> list[Contender]:
         engine_servers.llama_server(scratch, args.llama_server, model, args.threads)
         for model in args.llama_model
     ]
-    if args.transformers:
+    for dtype in args.transformers_dtype.split(",") if args.transformers else ():
         folder = args.transformers_model
-        chosen.append(engine_servers.transformers(scratch, args.transformers, folder, args.threads))
+        chosen.append(
+            engine_servers.transformers(scratch, args.transformers, folder, args.threads, dtype)
+        )
     return chosen
 
 
@@ -153,6 +155,7 @@ def parse_args() -> argparse.Namespace:
     add("--llama-model", type=Path, action="append", default=[], help="a GGUF file; repeatable")
     add("--transformers", default=os.environ.get("BENCH_TRANSFORMERS", ""))
     add("--transformers-model", type=Path, help="a folder in Hugging Face layout")
+    add("--transformers-dtype", default="bfloat16,float32", help="each is a server of its own")
     add("--load-client", type=Path, help="a script with the options of our reference client")
     add("--out", type=Path, help="append every sample as a line of JSON")
     add("--report", type=Path, help="print the tables of such a file, and measure nothing")
@@ -164,6 +167,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    stop_cleanly_on_signals()
     prefer("self")
     atexit.register(prefer, "self", 0)  # the session is that of the shell
     if args.report:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench_server import Server, free_port, prefer, tidegate_server
+from bench_server import Server, free_port, prefer, stop_cleanly_on_signals, tidegate_server
 from gateway_report import print_report
 from gateway_samples import CASES, PYTHON_LOAD_TOOL, PYTHON_MOCK_TOOL, Case, LoadTool, Sample
 from redis import Redis
@@ -208,6 +208,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 def main() -> None:
     args = parse_args()
+    stop_cleanly_on_signals()
     prefer("self")
     atexit.register(prefer, "self", 0)  # the session is that of the shell
     samples = read_samples(args.report) if args.report else measure(args)
