@@ -53,7 +53,10 @@ def llama_server(scratch: Path, command: str, model: Path, threads: int) -> Cont
 
 
 def transformers(scratch: Path, command: str, folder: Path, threads: int, dtype: str) -> Contender:
-    """`transformers serve` with continuous batching; 128 blocks of 256 tokens are 1-2 GB. It refuses `ignore_eos`, so answers may be shorter."""
+    """`transformers serve` with continuous batching; 128 blocks of 256 tokens are 1-2 GB.
+
+    It refuses `ignore_eos`, so answers may be shorter.
+    """
     port = free_port()
     options = ["--continuous-batching", "--cb-num-blocks", "128", "--device", "cpu"]
     options += ["--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
