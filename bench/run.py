@@ -18,6 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+TOTAL_S = 280.0
 MODEL = ROOT / "data" / "models" / "smollm2-135m-instruct.q4_1.gguf"
 
 
@@ -50,20 +51,25 @@ def _given(args: argparse.Namespace, *names: str) -> list[str]:
     ]
 
 
-def run_part(name: str, command: list[str]) -> bool:
+def run_part(name: str, command: list[str], limit_s: float | None) -> bool:
+    """Whether it ended well and in time."""
     load = os.getloadavg()[0]
     print(f"\n# {name}: {' '.join(command)}  (load average {load:.1f})\n", flush=True)
     begin_s = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, str(HERE / command[0]), *command[1:]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
-        check=False,
     )
-    result = "done" if done.returncode == 0 else f"FAILED with exit code {done.returncode}"
+    try:
+        code = process.wait(limit_s)
+        result = "done" if code == 0 else f"FAILED with exit code {code}"
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        code, result = process.wait(), "stopped: this machine is too busy for it"
     print(f"\n{name}: {result} after {time.monotonic() - begin_s:.0f} s", flush=True)
-    return done.returncode == 0
+    return code == 0
 
 
 def main() -> None:
@@ -81,7 +87,11 @@ def main() -> None:
     chosen = {name: c for name, c in parts(args).items() if name not in args.skip.split(",")}
     if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
         print("This machine is busy: expect numbers that are too low, and read `foreign load`.")
-    results = [run_part(name, command) for name, command in chosen.items()]
+    ends_at_s = time.monotonic() + TOTAL_S
+    results: list[bool] = []
+    for name, command in chosen.items():
+        limit_s = None if args.full else max(1.0, ends_at_s - time.monotonic())
+        results.append(run_part(name, command, limit_s))
     sys.exit(0 if all(results) else 1)
 
 
