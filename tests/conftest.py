@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from backend.models.demo import fetch_demo_model
+from cache.embedded import EmbeddedStore
+from cache.store import Store
 
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 
@@ -20,3 +25,23 @@ def anyio_backend() -> str:
 def demo_model_path() -> Path:
     """The demo model of this checkout's data directory, fetched the first time."""
     return fetch_demo_model(DATA_DIR)
+
+
+@pytest.fixture(scope="module")
+async def store_server() -> AsyncIterator[EmbeddedStore]:
+    """A real server of the store's protocol, in a folder whose name is short enough for sockets."""
+    base = Path(tempfile.mkdtemp(prefix="tg"))
+    server = EmbeddedStore(base / "data", base / "run")
+    await server.start()
+    yield server
+    await server.stop()
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+async def store(store_server: EmbeddedStore) -> AsyncIterator[Store]:
+    """A patient client of an empty store."""
+    store = Store(store_server.url, timeout_ms=10_000)
+    await store.call("FLUSHALL")
+    yield store
+    await store.aclose()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -28,28 +26,10 @@ AMPLE_MS = 10_000.0
 SHORT_MS = 150.0
 
 
-@pytest.fixture(scope="module")
-async def server() -> AsyncIterator[EmbeddedStore]:
-    base = Path(tempfile.mkdtemp(prefix="tg"))
-    server = EmbeddedStore(base / "data", base / "run")
-    await server.start()
-    yield server
-    await server.stop()
-    shutil.rmtree(base)
-
-
 @pytest.fixture
-async def store(server: EmbeddedStore) -> AsyncIterator[Store]:
-    store = Store(server.url, timeout_ms=AMPLE_MS)
-    await store.call("FLUSHALL")
-    yield store
-    await store.aclose()
-
-
-@pytest.fixture
-async def hurried(server: EmbeddedStore) -> AsyncIterator[Store]:
+async def hurried(store_server: EmbeddedStore) -> AsyncIterator[Store]:
     """A client with a short deadline that has just spoken to the server."""
-    store = Store(server.url, timeout_ms=SHORT_MS, max_probe_interval_s=0.02)
+    store = Store(store_server.url, timeout_ms=SHORT_MS, max_probe_interval_s=0.02)
     while not store.healthy:
         with suppress(StoreUnavailable):
             await store.ping()
@@ -58,10 +38,10 @@ async def hurried(server: EmbeddedStore) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-def frozen(server: EmbeddedStore) -> Iterator[int]:
+def frozen(store_server: EmbeddedStore) -> Iterator[int]:
     """The server's process id; it runs again after the test."""
-    assert server.pid is not None
-    pid = server.pid
+    assert store_server.pid is not None
+    pid = store_server.pid
     os.kill(pid, signal.SIGSTOP)
     yield pid
     os.kill(pid, signal.SIGCONT)
@@ -153,8 +133,8 @@ async def test_a_cancelled_call_leaves_its_neighbours_alone(store: Store) -> Non
     assert await store.call("INCR", "n") == 3
 
 
-async def test_keys_carry_the_prefix(server: EmbeddedStore) -> None:
-    store = Store(server.url, timeout_ms=AMPLE_MS, key_prefix="staging:")
+async def test_keys_carry_the_prefix(store_server: EmbeddedStore) -> None:
+    store = Store(store_server.url, timeout_ms=AMPLE_MS, key_prefix="staging:")
     assert store.key("{usage}:rows") == "staging:{usage}:rows"
     await store.aclose()
 
@@ -227,39 +207,43 @@ async def test_replies_that_come_too_late_never_reach_other_calls(
 
 
 async def test_a_restarted_server_is_used_by_the_very_next_call(
-    store: Store, server: EmbeddedStore
+    store: Store, store_server: EmbeddedStore
 ) -> None:
     await store.call("SET", "k", "kept")
     await store.call("WAITAOF", 1, 0, 5000)  # written every second: a kill may cost the last one
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGKILL)
-    await server.wait()
-    await server.start()
+    assert store_server.pid is not None
+    os.kill(store_server.pid, signal.SIGKILL)
+    await store_server.wait()
+    await store_server.start()
     assert await store.call("GET", "k") == b"kept"
 
 
 async def test_a_server_that_is_gone_opens_the_breaker_and_comes_back(
-    hurried: Store, server: EmbeddedStore
+    hurried: Store, store_server: EmbeddedStore
 ) -> None:
-    await server.stop()
+    await store_server.stop()
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="cannot be used: ConnectionError"):
             await hurried.ping()
     with pytest.raises(StoreUnavailable, match="does not answer"):
         await hurried.ping()
-    await server.start()
+    await store_server.start()
     await recovered(hurried)
 
 
-async def test_a_server_that_goes_is_noticed_while_nobody_calls(server: EmbeddedStore) -> None:
-    store = Store(server.url, timeout_ms=AMPLE_MS, heartbeat_s=0.01, max_probe_interval_s=0.01)
+async def test_a_server_that_goes_is_noticed_while_nobody_calls(
+    store_server: EmbeddedStore,
+) -> None:
+    store = Store(
+        store_server.url, timeout_ms=AMPLE_MS, heartbeat_s=0.01, max_probe_interval_s=0.01
+    )
     await store.start()
     assert store.healthy
-    await server.stop()
+    await store_server.stop()
     with anyio.fail_after(10):
         while store.healthy:
             await asyncio.sleep(0.01)
-    await server.start()
+    await store_server.start()
     await recovered(store)
     await store.aclose()
 
@@ -271,8 +255,10 @@ async def test_starting_without_a_server_is_no_failure() -> None:
     await store.aclose()
 
 
-async def test_closing_fails_the_calls_that_still_wait(server: EmbeddedStore, frozen: int) -> None:
-    store = Store(server.url, timeout_ms=AMPLE_MS)
+async def test_closing_fails_the_calls_that_still_wait(
+    store_server: EmbeddedStore, frozen: int
+) -> None:
+    store = Store(store_server.url, timeout_ms=AMPLE_MS)
     waiting = asyncio.create_task(store.ping())
     await asyncio.sleep(0.01)
     await store.aclose()

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
-from cache.embedded import EmbeddedStore
 from cache.store import Store
 from cache.usage_stream import UsageStream
 from plugins.events import Usage
 from plugins.interfaces import UsageRecord
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-async def server() -> AsyncIterator[EmbeddedStore]:
-    base = Path(tempfile.mkdtemp(prefix="tg"))
-    server = EmbeddedStore(base / "data", base / "run")
-    await server.start()
-    yield server
-    await server.stop()
-    shutil.rmtree(base)
-
-
-@pytest.fixture
-async def store(server: EmbeddedStore) -> AsyncIterator[Store]:
-    store = Store(server.url, timeout_ms=10_000)
-    await store.call("FLUSHALL")
-    yield store
-    await store.aclose()
 
 
 def row(number: int) -> UsageRecord:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import anyio
 import pytest
 
-from cache.embedded import EmbeddedStore
 from cache.store import Store
 from cache.usage_stream import UsageStream
 from gateway.accounting import Accounting, RequestMeter, estimate_prompt_tokens
@@ -55,24 +50,6 @@ class Rows(list[UsageRecord]):
 
     def record(self, row: UsageRecord) -> None:
         self.append(row)
-
-
-@pytest.fixture(scope="module")
-async def server() -> AsyncIterator[EmbeddedStore]:
-    base = Path(tempfile.mkdtemp(prefix="tg"))
-    server = EmbeddedStore(base / "data", base / "run")
-    await server.start()
-    yield server
-    await server.stop()
-    shutil.rmtree(base)
-
-
-@pytest.fixture
-async def store(server: EmbeddedStore) -> AsyncIterator[Store]:
-    store = Store(server.url, timeout_ms=10_000)
-    await store.call("FLUSHALL")
-    yield store
-    await store.aclose()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -62,15 +60,6 @@ KEY = {"authorization": "Bearer sk-test"}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.fixture(scope="module")
-async def store_url() -> AsyncIterator[str]:
-    base = Path(tempfile.mkdtemp(prefix="tg"))
-    server = EmbeddedStore(base / "data", base / "run")
-    yield await server.start()
-    await server.stop()
-    shutil.rmtree(base)
-
-
 @asynccontextmanager
 async def running(
     folder: Path, store_url: str, text: str = CONFIG
@@ -83,8 +72,8 @@ async def running(
 
 
 @pytest.fixture
-async def app(tmp_path: Path, store_url: str) -> AsyncIterator[Starlette]:
-    async with running(tmp_path, store_url) as app:
+async def app(tmp_path: Path, store_server: EmbeddedStore) -> AsyncIterator[Starlette]:
+    async with running(tmp_path, store_server.url) as app:
         yield app
 
 

@@ -4,29 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Config, ConfigFaults, load_config, parse_config
+from gateway.config import ConfigFaults, load_config, parse_config
 from plugins.interfaces import Breaker, Timeout
-
-SERVER = '[auth]\nmode = "open"\n'
-PROVIDER = '[[providers]]\nname = "up"\ntype = "openai_compatible"\nbase_url = "http://h/v1"\n'
-MODEL = '[[models]]\nname = "m"\ntargets = ["up/x"]\n'
-GOOD = SERVER + PROVIDER + MODEL  # lines 1-2, 3-6, 7-9
+from tests.gateway.config_texts import GOOD, MODEL, PROVIDER, SERVER, faults, parse
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def parse(text: str) -> Config:
-    return parse_config(text, Path("config.toml"))
-
-
-def faults(text: str) -> list[str]:
-    with pytest.raises(ConfigFaults) as caught:
-        parse(text)
-    return caught.value.lines
 
 
 def test_a_small_config_gets_the_documented_defaults(folder: Path) -> None:

@@ -4,28 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Config, ConfigFaults, parse_config
-
-SERVER = '[auth]\nmode = "open"\n'
-PROVIDER = '[[providers]]\nname = "up"\ntype = "openai_compatible"\nbase_url = "http://h/v1"\n'
-MODEL = '[[models]]\nname = "m"\ntargets = ["up/x"]\n'
-GOOD = SERVER + PROVIDER + MODEL  # lines 1-2, 3-6, 7-9
+from gateway.config import parse_config
+from tests.gateway.config_texts import GOOD, MODEL, SERVER, faults, parse
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def parse(text: str) -> Config:
-    return parse_config(text, Path("config.toml"))
-
-
-def faults(text: str) -> list[str]:
-    with pytest.raises(ConfigFaults) as caught:
-        parse(text)
-    return caught.value.lines
 
 
 def test_an_unknown_type_is_named_with_those_that_there_are() -> None:

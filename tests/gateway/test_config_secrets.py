@@ -5,29 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Config, ConfigFaults, parse_config
 from plugins.interfaces import Limits
-
-SERVER = '[auth]\nmode = "open"\n'
-PROVIDER = '[[providers]]\nname = "up"\ntype = "openai_compatible"\nbase_url = "http://h/v1"\n'
-MODEL = '[[models]]\nname = "m"\ntargets = ["up/x"]\n'
-GOOD = SERVER + PROVIDER + MODEL  # lines 1-2, 3-6, 7-9
+from tests.gateway.config_texts import GOOD, MODEL, PROVIDER, SERVER, faults, parse
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def parse(text: str) -> Config:
-    return parse_config(text, Path("config.toml"))
-
-
-def faults(text: str) -> list[str]:
-    with pytest.raises(ConfigFaults) as caught:
-        parse(text)
-    return caught.value.lines
 
 
 def with_key(key: str) -> str:

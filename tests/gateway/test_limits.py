@@ -79,3 +79,11 @@ async def test_the_total_quota_counts_what_was_really_used() -> None:
     with pytest.raises(QuotaExceeded) as caught:
         await limiter.reserve(who, _request(max_tokens=1))
     assert caught.value.code == "insufficient_quota"
+
+
+async def test_the_prompt_counts_before_anybody_has_counted_its_tokens() -> None:
+    limiter = LocalLimiter(VirtualClock())
+    who = Principal("k", limits=Limits(tpm=100))
+    request = Request(id="r", dialect="completions", model="m", prompts=[list(range(101))])
+    with pytest.raises(RateLimited):
+        await limiter.reserve(who, request)

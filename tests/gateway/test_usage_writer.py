@@ -26,24 +26,6 @@ from plugins.testing import VirtualClock
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-async def server() -> AsyncIterator[EmbeddedStore]:
-    base = Path(tempfile.mkdtemp(prefix="tg"))
-    server = EmbeddedStore(base / "data", base / "run")
-    await server.start()
-    yield server
-    await server.stop()
-    shutil.rmtree(base)
-
-
-@pytest.fixture
-async def store(server: EmbeddedStore) -> AsyncIterator[Store]:
-    store = Store(server.url, timeout_ms=10_000)
-    await store.call("FLUSHALL")
-    yield store
-    await store.aclose()
-
-
 def row(number: int) -> UsageRecord:
     return UsageRecord(
         *(f"req_{number}", "web", "chat", "demo", "local/demo", 200, "ok", False, "standard", 1),
@@ -56,7 +38,7 @@ async def stored_ids(store: Store) -> list[str]:
 
 
 @asynccontextmanager
-async def cutting_proxy(server: EmbeddedStore, path: str, seed: int) -> AsyncIterator[None]:
+async def cutting_proxy(store_server: EmbeddedStore, path: str, seed: int) -> AsyncIterator[None]:
     """A way to the server that breaks each connection after a random number of bytes, of requests or of replies."""
     rng = random.Random(seed)
     tasks: set[asyncio.Task[None]] = set()
@@ -71,7 +53,7 @@ async def cutting_proxy(server: EmbeddedStore, path: str, seed: int) -> AsyncIte
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        up_reader, up_writer = await asyncio.open_unix_connection(urlsplit(server.url).path)
+        up_reader, up_writer = await asyncio.open_unix_connection(urlsplit(store_server.url).path)
         ways = [
             asyncio.create_task(pump(reader, up_writer, rng.randrange(1, 2_000_000))),
             asyncio.create_task(pump(up_reader, writer, rng.randrange(20, 200))),
@@ -93,10 +75,10 @@ async def cutting_proxy(server: EmbeddedStore, path: str, seed: int) -> AsyncIte
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_ten_thousand_rows_arrive_once_each_over_a_connection_that_keeps_breaking(
-    server: EmbeddedStore, store: Store, tmp_path: Path, seed: int
+    store_server: EmbeddedStore, store: Store, tmp_path: Path, seed: int
 ) -> None:
     way = f"{tempfile.mkdtemp(prefix='tg')}/cut.sock"
-    async with cutting_proxy(server, way, seed):
+    async with cutting_proxy(store_server, way, seed):
         broken = Store(f"unix://{way}", timeout_ms=5_000, max_probe_interval_s=0.001)
         writer = UsageWriter(UsageStream(broken), retry_interval_s=0.002)
         await writer.start()
@@ -110,20 +92,20 @@ async def test_ten_thousand_rows_arrive_once_each_over_a_connection_that_keeps_b
 
 
 async def test_rows_wait_while_the_store_is_frozen_and_arrive_when_it_thaws(
-    server: EmbeddedStore, store: Store
+    store_server: EmbeddedStore, store: Store
 ) -> None:
-    hurried = Store(server.url, timeout_ms=50, max_probe_interval_s=0.01)
+    hurried = Store(store_server.url, timeout_ms=50, max_probe_interval_s=0.01)
     writer = UsageWriter(UsageStream(hurried), flush_interval_s=0.001, retry_interval_s=0.01)
     await writer.start()
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGSTOP)
+    assert store_server.pid is not None
+    os.kill(store_server.pid, signal.SIGSTOP)
     try:
         for number in range(1000):
             writer.add(row(number))
         await asyncio.sleep(0.2)  # some tries fail
         assert not hurried.healthy
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        os.kill(store_server.pid, signal.SIGCONT)
     await writer.aclose(timeout_s=30)
     await hurried.aclose()
     assert await stored_ids(store) == [f"req_{n}" for n in range(1000)]
