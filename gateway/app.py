@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from types import MappingProxyType
 
 from starlette.applications import Starlette
@@ -51,7 +50,6 @@ class Gateway:
     def __init__(self, config: Config, runtime: Runtime, store_url: str) -> None:
         clock = time.monotonic
         parts = config.parts
-        self._config = config
         self.providers: dict[str, tuple[ProviderSettings, Provider]] = {
             settings.name: (settings, parts.provider_types[settings.type].build(settings, runtime))
             for settings in config.providers
@@ -89,11 +87,8 @@ class Gateway:
         self._load_routes(config)
 
     def reload(self, config: Config) -> None:
-        """Take over keys, limits, models and prices. Providers and the rest need a restart, which is said."""
-        names = {settings.name for settings in config.providers}
-        if names != set(self.providers) or config.server != self._config.server:
-            log.warning("reload: changes of [server] and [[providers]] need a restart")
-        self._load_routes(replace_providers(config, set(self.providers)))
+        """Take over keys, limits and models. The supervisor has refused a config in which anything else changed."""
+        self._load_routes(config)
         self.telemetry.set_models([model.name for model in config.models])
         authenticator = Authenticator(config.auth)
         for endpoint in (self.models, *self.inference.values()):
@@ -116,12 +111,6 @@ class Gateway:
                 await provider.start()
                 stack.push_async_callback(provider.aclose)
             yield
-
-
-def replace_providers(config: Config, known: set[str]) -> Config:
-    """Leave out models whose provider this process has not started."""
-    models = tuple(m for m in config.models if all(t.split("/", 1)[0] in known for t in m.targets))
-    return replace(config, models=models)
 
 
 def create_app(config: Config, runtime: Runtime, store_url: str) -> Starlette:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from gateway.accounting import estimate_prompt_tokens
 from plugins.errors import QuotaExceeded, RateLimited
 from plugins.events import Request, Usage
 from plugins.interfaces import Limits, Principal
 
 WINDOW_S = 60.0
-BYTES_PER_TOKEN = 4  # of a prompt whose tokens nobody has counted yet
 
 
 class _Window:
@@ -113,7 +113,7 @@ class LocalLimiter:
         if limits == NO_LIMITS:
             return FREE_LEASE
         account = self._accounts.setdefault(principal.name, _Account())
-        tokens = len(request.body) // BYTES_PER_TOKEN + (request.sampling.max_tokens or 0)
+        tokens = estimate_prompt_tokens(request) + (request.sampling.max_tokens or 0)
         self._check(limits, account, tokens)
         return LocalLease(account, tokens, self._clock)
 

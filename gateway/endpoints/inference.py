@@ -87,9 +87,8 @@ class InferenceEndpoint:
             await send_error(send, error, headers, self._dialect.error_body)
         except ClientGone:
             pass
-        except (
-            asyncio.CancelledError
-        ):  # the server stops and waits no longer; the stream has been told
+        except asyncio.CancelledError:
+            # The server stops and waits no longer; a stream has been told.
             log.warning("request %s was cut off by the shutdown", request_id)
         except Exception:
             log.exception("request %s failed inside the gateway", request_id)
