@@ -23,7 +23,7 @@ INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside 
 class Refused(Exception):
     """A request that is answered with `Rejected`."""
 
-    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -111,7 +111,7 @@ class PromptReader:
         try:
             return self.grammars.compile(spec)
         except InvalidGrammar as exc:
-            raise Refused(f"Invalid {spec.param}: {exc}", spec.param, "invalid_value") from exc
+            raise Refused(f"Invalid {spec.param}: {exc}", spec.param) from exc
 
     def _chat(self, request: Generate) -> Prompt:
         if self.chat is None:
