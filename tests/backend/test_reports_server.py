@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,4 +201,4 @@ async def test_report_61_sglang_8250_a_json_answer_is_not_filled_up_with_whitesp
     assert longest <= 13  # a line break and an indent
 
 
-_RUNS = {i: "x" for i in range(33, 127)}
+_RUNS = dict.fromkeys(range(33, 127), "x")
