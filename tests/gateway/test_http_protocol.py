@@ -48,12 +48,10 @@ async def test_a_head_that_drips_is_hung_up_on() -> None:
 async def test_a_head_without_end_is_refused() -> None:
     async with connected(echo) as client:
         client.send(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 50_000)
-        got = b""
-        try:
-            got = await client.until_closed()
-        except ConnectionResetError:  # what it still had to say came too late
-            return
-        assert got.startswith(b"HTTP/1.1 431 ")
+        got = await client.until_closed()
+        assert (
+            got.startswith(b"HTTP/1.1 431 ") or not got
+        )  # what it still had to say may come too late
 
 
 async def test_a_body_that_goes_on_after_the_refusal_is_not_listened_to() -> None:
