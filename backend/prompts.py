@@ -93,6 +93,8 @@ class PromptReader:
             min_output = int(request.params.max_tokens != 0)
             prompts = [self._completion(prompt, min_output) for prompt in request.prompts]
         rows = request.rows_per_prompt
+        if request.n < 1:
+            raise Refused(f"n must be at least 1, got {request.n}", "n")
         if len(prompts) * rows > MAX_ROWS:
             message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
             raise Refused(message, "n" if rows == request.n else "best_of")
