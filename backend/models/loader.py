@@ -11,10 +11,11 @@ import torch
 
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
-from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, read_json
+from backend.models.checkpoint import Checkpoint, SafetensorsCheckpoint, read_json
 from backend.models.config import ModelConfig
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
