@@ -97,6 +97,7 @@ def plan_attention(
     block_tables: Tensor,
     block_size: int,
     dtype: torch.dtype,
+    *,
     window: int | None = None,
 ) -> AttentionPlan:
     """Lay out a step; the arguments are those of `Batch`, `dtype` is the cache's.

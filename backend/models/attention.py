@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.cpu.attention import AttentionPlan, Scoring, attend, write_cache
-from backend.cpu.linear import make_linear
 from backend.models.batch import KVCache
 from backend.models.config import ModelConfig
-from backend.models.layers import rotate
+from backend.models.layers import MakeLinear, rotate
 from backend.models.llama_weights import LlamaLayerWeights
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, 1, head_dim]
@@ -37,15 +36,14 @@ class Attention:
         config: ModelConfig,
         index: int,
         dtype: torch.dtype,
-        quantization: str,
+        make: MakeLinear,
     ) -> None:
         self._config = config
         self._window, self._local = config.window_of(index), config.is_local(index)
         source = config.kv_source(index)
         self._cache_index, self._own_cache = config.cache_layers.index(source), source == index
         self._scoring = Scoring(config.query_scale, config.attention_softcap)
-        self._qkv = make_linear(weights.qkv, dtype, quantization)
-        self._out = make_linear([weights.attn_out], dtype, quantization)
+        self._qkv, self._out = make(weights.qkv), make([weights.attn_out])
         self._qkv_bias = None if weights.qkv_bias is None else weights.qkv_bias.to(dtype)
         out_bias = weights.attn_out_bias
         self._out_bias = None if out_bias is None else out_bias.to(dtype)

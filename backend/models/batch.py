@@ -27,7 +27,10 @@ class Batch:
 
 @dataclass(slots=True)
 class KVCache:
-    """Paged keys and values, one pair of tensors a layer that has its own, each `[num_kv_heads, num_blocks, block_size, head_dim]`."""
+    """Paged keys and values, each `[num_kv_heads, num_blocks, block_size, head_dim]`.
+
+    One pair for each layer that has its own, in order; layers that read another's bring none.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from backend.cpu.linear import Linear, make_linear
 from backend.cpu.packed import PackedWeight
 from backend.models.config import ExpertConfig
-from backend.models.layers import gated
+from backend.models.layers import MakeLinear, gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,8 @@ class ExpertWeights:
 
 
 class GatedFeedForward:
-    def __init__(
-        self, weights: GatedWeights, activation: str, dtype: torch.dtype, quantization: str
-    ) -> None:
-        self._gate_up = make_linear(weights.gate_up, dtype, quantization)
-        self._down = make_linear([weights.down], dtype, quantization)
+    def __init__(self, weights: GatedWeights, activation: str, make: MakeLinear) -> None:
+        self._gate_up, self._down = make(weights.gate_up), make([weights.down])
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,18 +48,16 @@ class Experts:
         config: ExpertConfig,
         activation: str,
         dtype: torch.dtype,
-        quantization: str,
+        make: MakeLinear,
     ) -> None:
-        def feed_forward(part: GatedWeights) -> GatedFeedForward:
-            return GatedFeedForward(part, activation, dtype, quantization)
-
         self._config = config
         # In float32 whatever the model's: two experts of nearly equal score must not change places by rounding.
-        self._router: Linear = make_linear([weights.router], torch.float32, "none")
-        self._experts = [feed_forward(expert) for expert in weights.experts]
-        self._shared = None if weights.shared is None else feed_forward(weights.shared)
-        if weights.shared_gate is not None:
-            self._shared_gate = weights.shared_gate.dequantize().to(dtype).view(-1, 1)
+        self._router = weights.router.dequantize()
+        self._experts = [GatedFeedForward(part, activation, make) for part in weights.experts]
+        self._shared = self._shared_gate = None
+        if weights.shared is not None and weights.shared_gate is not None:
+            self._shared = GatedFeedForward(weights.shared, activation, make)
+            self._shared_gate = weights.shared_gate.dequantize().to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> the same."""
@@ -78,13 +73,13 @@ class Experts:
                 share = weights.view(-1, 1).index_select(0, slots)
                 out.index_add_(0, rows, expert(x.index_select(0, rows)).mul_(share))
                 start += count
-        if self._shared is not None:
-            out += self._shared(x).mul_((x @ self._shared_gate).sigmoid_())
+        if self._shared is not None and self._shared_gate is not None:
+            out += self._shared(x).mul_(F.linear(x, self._shared_gate).sigmoid_())
         return out
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """-> weights in the dtype of x and expert numbers, each [T, per_token]."""
-        scores = self._router(x.float()).softmax(dim=-1)
+        scores = F.linear(x.float(), self._router).softmax(dim=-1)
         weights, chosen = scores.topk(self._config.per_token, dim=-1)
         if self._config.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.cpu.linear import Linear
+from backend.cpu.packed import PackedWeight
 from backend.models.config import ModelConfig, RopeScaling
+
+MakeLinear = Callable[[Sequence[PackedWeight]], Linear]  # one product for matrices of equal width
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

@@ -6,16 +6,19 @@ caps, experts, norms behind each half) is there where its config and weights hav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from backend.cpu.attention import AttentionPlan, plan_attention
 from backend.cpu.linear import Linear, make_linear
+from backend.cpu.packed import PackedWeight
 from backend.models.attention import Attention, AttentionStep, Rotation
 from backend.models.batch import Batch, KVCache
 from backend.models.config import ModelConfig
 from backend.models.experts import Experts, GatedFeedForward, GatedWeights
-from backend.models.layers import RotaryTable, rms_normed, softcapped
+from backend.models.layers import MakeLinear, RotaryTable, rms_normed, softcapped
 from backend.models.llama_weights import LlamaLayerWeights, LlamaWeights, read_llama_weights
 
 __all__ = ["Llama", "LlamaLayerWeights", "LlamaWeights", "read_llama_weights"]
@@ -27,6 +30,9 @@ class Llama:
     def __init__(
         self, weights: LlamaWeights, dtype: torch.dtype, quantization: str = "none"
     ) -> None:
+        def make(stacked: Sequence[PackedWeight]) -> Linear:
+            return make_linear(stacked, dtype, quantization)
+
         config = weights.config
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
@@ -36,11 +42,10 @@ class Llama:
         )
         self._embedding = weights.embed.dequantize().mul_(config.embedding_scale).to(dtype)
         self._layers = [
-            _Layer(layer, config, index, dtype, quantization)
-            for index, layer in enumerate(weights.layers)
+            _Layer(layer, config, index, dtype, make) for index, layer in enumerate(weights.layers)
         ]
         self._norm = weights.norm.to(dtype)
-        self._lm_head: Linear = make_linear([weights.lm_head], dtype, quantization)
+        self._lm_head = make([weights.lm_head])
         self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._rotary = _rotary_tables(weights, dtype)
 
@@ -80,7 +85,7 @@ class Llama:
                     batch.block_tables,
                     kv.block_size,
                     self.dtype,
-                    needed,
+                    window=needed,
                 )
             plans[window] = plans[needed]
         return plans
@@ -106,14 +111,14 @@ class _Layer:
         config: ModelConfig,
         index: int,
         dtype: torch.dtype,
-        quantization: str,
+        make: MakeLinear,
     ) -> None:
         def norm(weight: Tensor | None) -> Tensor | None:
             return None if weight is None else weight.to(dtype)
 
         self._eps = config.rms_norm_eps
-        self._attention = Attention(weights, config, index, dtype, quantization)
-        self._feed_forward = _feed_forward(weights, config, dtype, quantization)
+        self._attention = Attention(weights, config, index, dtype, make)
+        self._feed_forward = _feed_forward(weights, config, dtype, make)
         self._attn_norm, self._mlp_norm = weights.attn_norm.to(dtype), weights.mlp_norm.to(dtype)
         self._attn_post_norm, self._mlp_post_norm = (
             norm(weights.attn_post_norm),
@@ -133,11 +138,11 @@ class _Layer:
 
 
 def _feed_forward(
-    weights: LlamaLayerWeights, config: ModelConfig, dtype: torch.dtype, quantization: str
+    weights: LlamaLayerWeights, config: ModelConfig, dtype: torch.dtype, make: MakeLinear
 ) -> Linear:
     if weights.experts is not None and config.experts is not None:
-        return Experts(weights.experts, config.experts, config.activation, dtype, quantization)
+        return Experts(weights.experts, config.experts, config.activation, dtype, make)
     assert weights.down is not None
     gate, up = weights.gate_up
     dense = GatedWeights((gate, up), weights.down)
-    return GatedFeedForward(dense, config.activation, dtype, quantization)
+    return GatedFeedForward(dense, config.activation, make)

@@ -51,14 +51,14 @@ def unsupported(config: ModelConfig) -> str | None:
         ("attention windows", any(map(config.window_of, range(config.num_layers)))),
         ("layers that share a cache", len(config.cache_layers) < config.num_layers),
         ("norms behind each half of a layer", config.sandwich_norms),
-        (f"the activation {config.activation}", config.activation != "silu"),
-        ("a scaled embedding", config.embedding_scale != 1),
+        (f"activation {config.activation}", config.activation != "silu"),
+        ("scaled embedding", config.embedding_scale != 1),
         ("softcaps", bool(config.attention_softcap or config.logit_softcap)),
-        ("a query scale", config.query_scale is not None),
+        ("query scale", config.query_scale is not None),
         ("yarn rope scaling", bool(config.rope_scaling and config.rope_scaling.kind == "yarn")),
     ):
         if has_it:
-            return f"{feature}: not in the native tier"
+            return f"the native tier has no {feature}"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head size {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
     if config.intermediate_size % 8:
