@@ -115,6 +115,9 @@ class _Layer:
 class Llama:
     """The portable tier: torch alone, any CPU."""
 
+    window: int | None = None
+    is_batch_invariant = False  # matrix products of other sizes sum in another order
+
     def __init__(
         self, weights: LlamaWeights, dtype: torch.dtype, quantization: str = "none"
     ) -> None:

@@ -19,6 +19,7 @@ class Steps:
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(EngineConfig(block_size=BLOCK, **config), self.pool)
         self._arrivals = 0
+        self.now_s = 0.0
 
     def add(
         self, name: str, prompt: int | list[int], klass: RequestClass = RequestClass.STANDARD
@@ -35,7 +36,7 @@ class Steps:
             params=SamplingParams(),
             klass=klass,
             arrival=self._arrivals,
-            arrival_s=0.0,
+            arrival_s=self.now_s,
             token_ids=ids,
             num_prompt_tokens=len(ids),
             max_output_tokens=1000,
@@ -48,7 +49,7 @@ class Steps:
         return request
 
     def step(self) -> dict[str, int]:
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self.now_s)
         for request, num_tokens in scheduled:
             request.num_computed_tokens += num_tokens
             self.scheduler.publish(request)
@@ -252,6 +253,7 @@ def test_a_request_that_waits_for_blocks_is_passed_only_so_often():
     steps.add("a", 32)
     steps.step()
     huge = steps.add("huge", 60)
+    steps.now_s += 1.0  # what comes now is ranked behind it
     for i in range(MAX_SKIPS):
         small = steps.add(f"small {i}", 2)
         steps.step()

@@ -18,7 +18,7 @@ from plugins.errors import (
     UpstreamUnavailable,
 )
 from plugins.events import Event, Failed, Request, Started, TextDelta
-from plugins.interfaces import Breaker, Principal, ProviderSettings
+from plugins.interfaces import Breaker, Objective, Principal, ProviderSettings
 from plugins.testing import ScriptedProvider, VirtualClock, answer
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +52,9 @@ class Scene:
             for p in providers
         }
         routes = Routes(table, self.clock)
-        routes.load([("m", tuple(f"{p.name}/up" for p in providers), "ordered")])
+        routes.load(
+            [("m", tuple(f"{p.name}/up" for p in providers), "ordered", Objective(400, 50))]
+        )
         self.route = routes.find("m", Principal("k"))
         self.queue = OnlineQueue(10, 1)
         self.dispatcher = Dispatcher(self.queue, self.clock.sleep, random.Random(0))
