@@ -10,6 +10,7 @@ from backend.engine.params import StepOutput
 from backend.models.batch import Batch, KVCache
 from tests.backend.toy_model import ToyModel, new_engine, request, run
 
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Tensors this small only wait for a thread pool."""
