@@ -136,6 +136,13 @@ class EngineRequest:
         """Smallest first; the largest is the first to be preempted."""
         return self.served_as, self.arrival
 
+    def serve_as(self, klass: RequestClass) -> None:
+        """Rank it from here on like one of that class that came when it did."""
+        self.served_as = klass
+        self.deadline_s = min(
+            self.deadline_s, urgency.deadline_s(self.arrival_s, klass, Objective())
+        )
+
     def next_rows(self, num_tokens: int) -> Rows:
         """The next `num_tokens` to compute, guesses included as far as there are any."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens

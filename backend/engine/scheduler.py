@@ -300,11 +300,11 @@ class Scheduler:
         guest = self._guest = min(overdue, key=lambda request: (request.moved_s, request.arrival))
         if guest.status is Status.WAITING:
             self.waiting.remove(guest)
-            guest.served_as = RequestClass.INTERACTIVE
-            insort(self.waiting, guest, key=_queue_rank)
+            guest.serve_as(RequestClass.INTERACTIVE)
+            self._enqueue(guest)
         else:
             self.running.remove(guest)
-            guest.served_as = RequestClass.INTERACTIVE
+            guest.serve_as(RequestClass.INTERACTIVE)
             insort(self.running, guest, key=_run_rank)
 
     def _yield_to_better_class(self) -> None:
