@@ -145,8 +145,8 @@ class Stats(msgspec.Struct, tag="stats"):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_evictions: int = 0
-    running_by_class: list[int] = msgspec.field(default_factory=list[int])  # as RequestClass counts
-    waiting_by_class: list[int] = msgspec.field(default_factory=list[int])
+    running_by_class: tuple[int, ...] = (0,) * len(RequestClass)  # most urgent class first
+    waiting_by_class: tuple[int, ...] = (0,) * len(RequestClass)
 
 
 ToWorker = Hello | Generate | Abort

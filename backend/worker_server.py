@@ -182,6 +182,6 @@ def _stats_message(stats: EngineStats) -> Stats:
         num_draft_tokens=stats.num_draft_tokens,
         num_accepted_tokens=stats.num_accepted_tokens,
         num_evictions=stats.num_evictions,
-        running_by_class=list(stats.running_by_class),
-        waiting_by_class=list(stats.waiting_by_class),
+        running_by_class=stats.running_by_class,
+        waiting_by_class=stats.waiting_by_class,
     )

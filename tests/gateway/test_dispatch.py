@@ -96,6 +96,13 @@ async def test_a_failure_of_one_target_goes_on_to_the_next(status: int) -> None:
     assert scene.meter.targets == ["one/up", "two/up"]
 
 
+async def test_the_objective_of_the_model_goes_with_the_call() -> None:
+    scene = Scene(ScriptedProvider("one", [answer("hi")]))
+    await scene.run()
+    ((_, call),) = scene.providers[0].calls
+    assert call.objective == Objective(400, 50)
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
 async def test_the_clients_own_fault_is_tried_nowhere_else(status: int) -> None:
     scene = Scene(*_two(UpstreamError("bad field", status=status)), retries=3)
