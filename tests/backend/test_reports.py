@@ -16,7 +16,6 @@ OPEN = {
     54: "vllm#21066: stored zero points of symmetric GPTQ; the format is not read yet",
     55: "vllm#13133: a KV cache of 8 bits; there is none yet",
     59: "vllm#30931: two adapters and one prompt; adapters are not built",
-    62: "vllm#51756: windows by layer; no model with windows is read yet",
 }
 
 

@@ -18,7 +18,9 @@ from backend.models.gguf import GGUFFile
 from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.loader import LoadedModel, load_model
 from backend.models.tokenizer import byte_level_alphabet
-from tests.backend import tiny_llama
+from tests.backend import tiny_families, tiny_llama
+from tests.backend.real_engine import family_engine
+from tests.backend.toy_model import request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = [3 + (11 * i) % 250 for i in range(40)]
@@ -126,3 +128,35 @@ def test_report_57_transformers_31630_a_tokenizer_from_a_gguf_splits_as_the_orig
     ours = tokenizer_from_gguf(metadata, "gpt-2")
     wrong = [line for line in lines if ours.encode(line, parse_special=False) != plain.encode(line)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("budget", [5, 512])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "qwen2"])
+def test_report_62_vllm_51756_each_layer_keeps_its_own_window(name: str, budget: int) -> None:
+    """Layers of 8 tokens beside layers of all: the scores of a prompt are transformers', however it is cut."""
+    ids, reference = tiny_families.expected(name)
+    item = request("a", ids, prompt_logprobs=0, max_tokens=1)
+    out = run(family_engine(name, block_size=4, max_num_batched_tokens=budget), item)["a"]
+    wanted = reference.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    got = torch.tensor([entry.logprob for entry in out.prompt_logprobs[1:]])
+    assert (got - wanted).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_report_62_vllm_ascend_13501_blocks_behind_a_window_are_freed_when_nobody_reads_them(
+    name: str,
+) -> None:
+    """Pool, chunks, guesses and preemption decide when blocks go; the text is that of a pool for all."""
+    prompts = [[1 + (7 * i + k) % 90 for i in range(9 + 7 * k)] for k in range(5)]
+    items = [request(str(k), ids, max_tokens=30) for k, ids in enumerate(prompts)]
+    wanted = {item.request_id: run(family_engine(name), item) for item in items}
+    tight = {
+        "block_size": 4,
+        "num_blocks": 22,
+        "max_num_batched_tokens": 16,
+        "speculative": "ngram",
+    }
+    engine = family_engine(name, **tight)
+    for _ in range(2):
+        for key, out in run(engine, *items).items():
+            assert out.token_ids == wanted[key][key].token_ids

@@ -10,7 +10,7 @@ from torch import Tensor
 from backend.engine.engine import LLMEngine
 from backend.engine.params import GenerationRequest, RequestClass, StepOutput
 from backend.models.batch import Batch, KVCache
-from tests.backend.llama_engine import TIERS, llama_engine
+from tests.backend.real_engine import TIERS, llama_engine
 from tests.backend.toy_model import (
     ScriptModel,
     ToyModel,

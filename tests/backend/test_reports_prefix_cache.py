@@ -7,7 +7,7 @@ import torch
 
 from backend.engine.block_pool import BlockPool, extend_keys, root_digest
 from backend.engine.params import GenerationRequest, RequestClass
-from tests.backend.llama_engine import TIERS, llama_engine
+from tests.backend.real_engine import TIERS, llama_engine
 from tests.backend.toy_model import ToyModel, joined, new_engine, request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

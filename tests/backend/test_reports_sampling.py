@@ -12,7 +12,7 @@ from backend.engine.engine import LLMEngine
 from backend.engine.grammar import GrammarCompiler
 from backend.engine.grammar_spec import GrammarSpec
 from backend.engine.params import GenerationRequest, RequestClass, StepOutput
-from tests.backend.llama_engine import TIERS, llama_engine, loaded
+from tests.backend.real_engine import TIERS, llama_engine, loaded
 from tests.backend.toy_model import ToyModel, new_engine, request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
