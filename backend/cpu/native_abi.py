@@ -35,6 +35,7 @@ class Layer(ctypes.Structure):
 class Config(ctypes.Structure):
     _fields_ = [
         *_fields(ctypes.c_int32, "num_layers hidden ffn heads kv_heads head_dim vocab threads"),
+        *_fields(ctypes.c_int32, "byte_activations unused"),
         *_fields(ctypes.c_float, "eps score_scale"),
         *_fields(ctypes.c_void_p, "inv_freq norm"),
         ("embed", Matrix),
