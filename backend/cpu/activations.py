@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from backend.cpu.packed import PackedWeight
+
 GROUP = 32  # columns that share a scale
+ROUNDED_FOR = frozenset(
+    ("Q8_0", "Q4_0", "Q4_1")
+)  # weights in such blocks meet bytes, others floats
 _TINY = 1e-30  # a group whose values all lie below becomes 0
 
 
@@ -19,3 +26,13 @@ def rounded_to_bytes(x: Tensor) -> Tensor:
     inverse = torch.where(peak > _TINY, 127 / peak, 0)
     scale = torch.where(peak.isfinite(), peak / 127, torch.nan)
     return ((groups * inverse).round_() * scale).flatten(-2)
+
+
+def rounding_first(
+    linear: Callable[[Tensor], Tensor], weights: Sequence[PackedWeight]
+) -> Callable[[Tensor], Tensor]:
+    """`linear` on rounded inputs, where the native tier would round them for these stacked `weights`."""
+    kinds = {weight.kind for weight in weights}
+    if len(kinds) > 1 or not kinds <= ROUNDED_FOR:
+        return linear
+    return lambda x: linear(rounded_to_bytes(x))

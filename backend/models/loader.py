@@ -25,6 +25,7 @@ __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _QUANTIZATIONS = ("auto", "none", "w4")
+_ACTIVATIONS = ("auto", "float32", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ def load_model(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
+    activations: str = "auto",
     max_model_len: int | None = None,
     threads: int | None = None,
     native: bool = True,
@@ -51,6 +53,8 @@ def load_model(
         dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
         quantization: "none"; "w4", 4-bit weights for steps of few rows, needs bfloat16; "auto" is "none" here.
+        activations: "float32" or "auto": they meet the weights as they are; "int8": rounded to bytes first, 32 columns
+            to a scale, where the weights are in blocks (Q8_0, Q4_0, Q4_1); needs float32.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
@@ -58,7 +62,8 @@ def load_model(
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    chosen_dtype = _choose_dtype(dtype, quantization)
+    chosen_dtype = _choose_dtype(dtype, quantization, activations)
+    chosen_activations = "int8" if activations == "int8" else "float32"
     if threads is not None:
         torch.set_num_threads(threads)
     parts = _read(path)
@@ -70,23 +75,32 @@ def load_model(
     weights = read_llama_weights(parts.checkpoint, config)
     model: Model | None = None
     if native and dtype in ("auto", "float32") and quantization != "w4":
-        model = build_native(config, weights, threads=threads)
+        model = build_native(config, weights, threads=threads, activations=chosen_activations)
     if model is None:
-        model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none")
+        kept = "w4" if quantization == "w4" else "none"
+        model = Llama(weights, chosen_dtype, kept, chosen_activations)
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
 
 
-def _choose_dtype(dtype: str, quantization: str) -> torch.dtype:
+def _choose_dtype(dtype: str, quantization: str, activations: str) -> torch.dtype:
+    if activations not in _ACTIVATIONS:
+        raise ModelLoadError(
+            f"activations must be one of {', '.join(_ACTIVATIONS)}; got {activations!r}"
+        )
     if quantization not in _QUANTIZATIONS:
         raise ModelLoadError(
             f"quantization must be one of {', '.join(_QUANTIZATIONS)}; got {quantization!r}"
         )
+    if dtype == "auto" and activations == "int8":
+        dtype = "float32"
     if dtype == "auto":
         dtype = "bfloat16" if quantization == "w4" or _multiplies_bfloat16() else "float32"
     if dtype not in _DTYPES:
         raise ModelLoadError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {dtype!r}")
     if quantization == "w4" and dtype != "bfloat16":
         raise ModelLoadError(f"quantization w4 needs dtype bfloat16; got {dtype}")
+    if activations == "int8" and dtype != "float32":
+        raise ModelLoadError(f"activations int8 needs dtype float32; got {dtype}")
     return _DTYPES[dtype]
 
 

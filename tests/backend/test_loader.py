@@ -113,6 +113,8 @@ def test_a_longer_context_than_the_models_is_refused_with_the_numbers(folder: Pa
         ({"dtype": "fp8"}, "dtype must be one of auto, float32, bfloat16; got 'fp8'"),
         ({"quantization": "w2"}, "quantization must be one of auto, none, w4; got 'w2'"),
         ({"quantization": "w4", "dtype": "float32"}, "w4 needs dtype bfloat16"),
+        ({"activations": "int4"}, "activations must be one of auto, float32, int8; got 'int4'"),
+        ({"activations": "int8", "dtype": "bfloat16"}, "activations int8 needs dtype float32"),
     ],
 )
 def test_a_number_format_that_we_do_not_have_is_refused(
@@ -125,6 +127,12 @@ def test_four_bit_weights_bring_bfloat16_along(folder: Path) -> None:
     model = load_model(folder, native=False, quantization="w4").model
     assert isinstance(model, Llama)
     assert model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_rounded_activations_are_part_of_the_fingerprint(folder: Path, native: bool) -> None:
+    models = [load_model(folder, native=native, activations=a).model for a in ("auto", "int8")]
+    assert models[0].fingerprint != models[1].fingerprint
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
