@@ -1070,6 +1070,187 @@ class Model {
     }
 };
 
+// ---- drawing a token: the formulas of backend/engine/sampler.py and noise.py --------------------------------------------
+
+struct DrawRule {
+    double temperature, top_p;
+    float peak, floor;  // the largest logit, and the least that min_p allows
+    int32_t top_k, unused;
+    uint64_t key;
+};
+
+struct Candidate {
+    float logit, weight;  // weight: probability relative to the likeliest token
+    int32_t id;
+};
+
+static INLINE bool any(vint mask) {
+#if defined(USE_AVX2)
+    return _mm256_movemask_ps((__m256)mask);
+#else
+    int bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= mask[i];
+    return bits;
+#endif
+}
+
+// Calls use(id) for every id whose logit is at least `least`, in order.
+template <class Use> static INLINE void for_ids_from(const float* logits, int n, float least, const Use& use) {
+    int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        vint found = {};
+        for (int v = 0; v < 4; v++) found |= (vint)(load<vfloat>(logits + i + v * LANES) >= least);
+        if (any(found))
+            for (int j = i; j < i + 4 * LANES; j++)
+                if (logits[j] >= least) use(j);
+    }
+    for (; i < n; i++)
+        if (logits[i] >= least) use(i);
+}
+
+static INLINE uint64_t mix64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+class Race {  // the finishing times of tokens, as logarithms; the smallest wins
+    static constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+    static constexpr int NOISE_GROUP = 16;
+    const float* logits;
+    const DrawRule& rule;
+    const uint64_t fresh_key;
+
+    uint64_t word(uint64_t key, int index) const { return mix64(key + (uint64_t(index) + 1) * GOLDEN); }
+    static double exponential(uint64_t word) { return -std::log((double(int64_t(word >> 12)) + 0.5) * 0x1p-52); }
+
+  public:
+    double best = INFINITY;
+    int winner = 0;
+
+    Race(const float* logits, const DrawRule& rule) : logits(logits), rule(rule), fresh_key(mix64(rule.key)) {}
+
+    void enter(int id) { enter(id, word(rule.key, id / NOISE_GROUP)); }
+    void enter(int id, uint64_t group_word) {
+        double time = exponential(group_word) / NOISE_GROUP;
+        if (int(group_word & 15) != id % NOISE_GROUP) time += exponential(word(fresh_key, id));
+        const double score = std::log(time) - (double(logits[id]) - double(rule.peak)) / rule.temperature;
+        if (score < best) best = score, winner = id;
+    }
+
+    // All tokens whose noise is below `limit`, by the least of each group, and some whose noise is not.
+    void enter_noise_below(double limit, int n) {
+        const double share = std::exp(-NOISE_GROUP * limit) * 0x1p64, rounding = 0x1p14;
+        const uint64_t least = share <= rounding ? 0 : uint64_t(share - rounding);
+        for (int group = 0; group * NOISE_GROUP < n; group++)
+            if (const uint64_t w = word(rule.key, group); w >= least)
+                for (int id = group * NOISE_GROUP; id < std::min(n, (group + 1) * NOISE_GROUP); id++)
+                    if (logits[id] >= rule.floor) enter(id, w);
+    }
+};
+
+static double sum_of_weights(const float* logits, int n, float peak, float temperature) {
+    double total = 0;
+    int i = 0;
+    for (; i + LANES <= n;) {
+        vfloat part = {};  // of so few that float32 loses nothing that matters
+        for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES)
+            part += exp((load<vfloat>(logits + i) - peak) / temperature);
+        total += sum(part);
+    }
+    for (; i < n; i++) total += exp(splat((logits[i] - peak) / temperature))[0];
+    return total;
+}
+
+static bool likelier(const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+class Kept {  // the tokens that top_k and top_p leave
+    const float* logits;
+    const int n;
+    const float peak, temperature;
+
+    double collect(float margin) {
+        double mass = 0;
+        list.clear();
+        for_ids_from(logits, n, peak - margin, [&](int id) {
+            list.push_back({logits[id], exp(splat((logits[id] - peak) / temperature))[0], id});
+            mass += list.back().weight;
+        });
+        return mass;
+    }
+
+  public:
+    std::vector<Candidate>& list;
+
+    Kept(std::vector<Candidate>& list, const float* logits, int n, float peak, float temperature)
+        : logits(logits), n(n), peak(peak), temperature(temperature), list(list) {}
+
+    double take_likeliest(int count) {
+        double mass = 0;
+        for (float margin : {3.0f, 8.0f, INFINITY})
+            if (mass = collect(margin); int(list.size()) >= count) break;
+        if (int(list.size()) <= count) return mass;
+        std::nth_element(list.begin(), list.begin() + count, list.end(), likelier);
+        list.resize(count), mass = 0;
+        for (const auto& c : list) mass += c.weight;
+        return mass;
+    }
+
+    double take_mass(double share) {
+        const double total = sum_of_weights(logits, n, peak, temperature);
+        for (float margin : {3.0f, 8.0f, INFINITY})
+            if (collect(margin) >= share * total) break;
+        return total;
+    }
+
+    // Likeliest first, up to the one that reaches `mass`: a search by halves, in no more order than it needs.
+    void cut(double mass) {
+        size_t low = 0, high = list.size();
+        double before = 0;
+        while (high - low > 1) {
+            const size_t middle = low + (high - low) / 2;
+            std::nth_element(list.begin() + low, list.begin() + middle, list.begin() + high, likelier);
+            double part = before;
+            for (size_t i = low; i < middle; i++) part += list[i].weight;
+            if (part >= mass) high = middle;
+            else low = middle, before = part;
+        }
+        list.resize(low == 0 || before < mass ? low + 1 : low);
+    }
+};
+
+static int draw_truncated(const float* logits, int n, const DrawRule& rule) {
+    static thread_local std::vector<Candidate> list;
+    Kept kept(list, logits, n, rule.peak, float(rule.temperature));
+    const double total = rule.top_k > 0 && rule.top_k < n ? kept.take_likeliest(rule.top_k) : kept.take_mass(rule.top_p);
+    if (rule.top_p < 1.0) kept.cut(rule.top_p * total);
+    Race race(logits, rule);
+    for (const auto& c : list)
+        if (c.logit >= rule.floor) race.enter(c.id);
+    return race.winner;
+}
+
+// The winner among all: the likeliest run; one of the rest can only win with noise below a limit.
+static int draw_from_all(const float* logits, int n, const DrawRule& rule) {
+    static thread_local std::vector<int32_t> ids;
+    constexpr size_t MAX_HEAD = 4096;
+    double margin = 0;
+    for (double temperatures : {5.5, 2.5}) {
+        margin = temperatures * rule.temperature, ids.clear();
+        const float least = float(std::max(double(rule.peak) - margin, double(rule.floor)));
+        for_ids_from(logits, n, least, [](int id) { ids.push_back(id); });
+        if (ids.size() <= MAX_HEAD) break;
+    }
+    if (ids.size() > MAX_HEAD) ids.resize(MAX_HEAD), margin = 0;  // any of the rest may be as likely as these
+    Race race(logits, rule);
+    for (int id : ids) race.enter(id);
+    if (margin < double(rule.peak) - double(rule.floor))
+        race.enter_noise_below(std::exp(race.best - margin / rule.temperature + 1e-4), n);
+    return race.winner;
+}
+
 // ---- C interface --------------------------------------------------------------------------------------------------
 
 static const char OUT_OF_MEMORY[] = "out of memory";
@@ -1110,6 +1291,24 @@ const char* tidegate_linear(const Matrix* w, const float* x, int m, float* y, in
     (byte_activations && w->kind >= Q8_0 ? multiply_bytes : multiply)(workers, *w, x, w->cols, m, out);
     return nullptr;
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
+
+// The next token by `rule`, -1 without memory. `logits` [n] hold no NaN, and the largest is finite.
+int tidegate_draw(const float* logits, int n, const DrawRule* rule) try {
+    const bool truncated = (rule->top_k > 0 && rule->top_k < n) || rule->top_p < 1.0;
+    return truncated ? draw_truncated(logits, n, *rule) : draw_from_all(logits, n, *rule);
+} catch (const std::exception&) { return -1; }
+
+// Sum over the vocabulary of exp(logit - peak).
+double tidegate_weight(const float* logits, int n, float peak) { return sum_of_weights(logits, n, peak, 1.0f); }
+
+// The `count` likeliest ids, likeliest first, equal ones by rising id, to `ids`. False without memory.
+bool tidegate_likeliest(const float* logits, int n, float peak, int count, int64_t* ids) try {
+    static thread_local std::vector<Candidate> list;
+    Kept(list, logits, n, peak, 1.0f).take_likeliest(count);
+    std::sort(list.begin(), list.end(), likelier);
+    for (int i = 0; i < count; i++) ids[i] = list[i].id;
+    return true;
+} catch (const std::exception&) { return false; }
 
 // Null when there is no memory or no thread to be had. All that `config` points to must outlive the model.
 void* tidegate_model_new(const Config* config) try {

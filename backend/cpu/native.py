@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from backend.cpu.native_abi import Config, Matrix, Step
+from backend.cpu.native_abi import Config, DrawRule, Matrix, Step
 
 KINDS = (
     "F32",
@@ -82,6 +82,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
             ctypes.c_char_p,
             [ctypes.POINTER(Matrix), c_ptr, c_int, c_ptr, c_int, c_int],
         ),
+        "tidegate_draw": (c_int, [c_ptr, c_int, ctypes.POINTER(DrawRule)]),
+        "tidegate_weight": (ctypes.c_double, [c_ptr, c_int, ctypes.c_float]),
+        "tidegate_likeliest": (ctypes.c_bool, [c_ptr, c_int, ctypes.c_float, c_int, c_ptr]),
         "tidegate_model_new": (c_ptr, [ctypes.POINTER(Config)]),
         "tidegate_model_free": (None, [c_ptr]),
         "tidegate_forward": (ctypes.c_char_p, [c_ptr, ctypes.POINTER(Step)]),

@@ -52,3 +52,12 @@ class Step(ctypes.Structure):
         ),
         *_fields(ctypes.c_void_p, "logits_rows keys values logits"),
     ]
+
+
+class DrawRule(ctypes.Structure):
+    _fields_ = [
+        *_fields(ctypes.c_double, "temperature top_p"),
+        *_fields(ctypes.c_float, "peak floor"),
+        *_fields(ctypes.c_int32, "top_k unused"),
+        ("key", ctypes.c_uint64),
+    ]
