@@ -1125,17 +1125,22 @@ class Race {  // the finishing times of tokens, as logarithms; the smallest wins
     static double exponential(uint64_t word) { return -std::log((double(int64_t(word >> 12)) + 0.5) * 0x1p-52); }
 
   public:
-    double best = INFINITY;
+    double best = INFINITY, best_time = INFINITY;  // best = log(best_time)
     int winner = 0;
 
     Race(const float* logits, const DrawRule& rule) : logits(logits), rule(rule), fresh_key(mix64(rule.key)) {}
 
     void enter(int id) { enter(id, word(rule.key, id / NOISE_GROUP)); }
     void enter(int id, uint64_t group_word) {
+        // -log(u) >= 1 - u, so most need no logarithm to lose; the bound is a little lower than it could be, for weight
+        // is rounded.
+        const double lacking = double(int64_t(~group_word >> 12)) * 0x1p-52;
+        const float weight = exp(splat((logits[id] - rule.peak) / float(rule.temperature)))[0];
+        if (lacking * (0.99 / NOISE_GROUP) > best_time * weight) return;
         double time = exponential(group_word) / NOISE_GROUP;
         if (int(group_word & 15) != id % NOISE_GROUP) time += exponential(word(fresh_key, id));
         const double score = std::log(time) - (double(logits[id]) - double(rule.peak)) / rule.temperature;
-        if (score < best) best = score, winner = id;
+        if (score < best) best = score, best_time = std::exp(score), winner = id;
     }
 
     // All tokens whose noise is below `limit`, by the least of each group, and some whose noise is not.
@@ -1149,17 +1154,22 @@ class Race {  // the finishing times of tokens, as logarithms; the smallest wins
     }
 };
 
-static double sum_of_weights(const float* logits, int n, float peak, float temperature) {
-    double total = 0;
+// mass[i] = the sum of all weights down to margins[i] below the peak.
+template <int N>
+static void masses(const float* logits, int n, float peak, float temperature, const float (&margins)[N], double (&mass)[N]) {
+    std::fill_n(mass, N, 0.0);
     int i = 0;
-    for (; i + LANES <= n;) {
-        vfloat part = {};  // of so few that float32 loses nothing that matters
-        for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES)
-            part += exp((load<vfloat>(logits + i) - peak) / temperature);
-        total += sum(part);
+    while (i + LANES <= n) {
+        vfloat part[N] = {};  // of so few that float32 loses nothing that matters
+        for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES) {
+            const vfloat logit = load<vfloat>(logits + i), weight = exp((logit - peak) / temperature);
+            for (int j = 0; j < N; j++) part[j] += logit >= peak - margins[j] ? weight : vfloat{};
+        }
+        for (int j = 0; j < N; j++) mass[j] += sum(part[j]);
     }
-    for (; i < n; i++) total += exp(splat((logits[i] - peak) / temperature))[0];
-    return total;
+    for (; i < n; i++)
+        for (int j = 0; j < N; j++)
+            if (logits[i] >= peak - margins[j]) mass[j] += exp(splat((logits[i] - peak) / temperature))[0];
 }
 
 static bool likelier(const Candidate& a, const Candidate& b) {
@@ -1199,10 +1209,13 @@ class Kept {  // the tokens that top_k and top_p leave
     }
 
     double take_mass(double share) {
-        const double total = sum_of_weights(logits, n, peak, temperature);
-        for (float margin : {3.0f, 8.0f, INFINITY})
-            if (collect(margin) >= share * total) break;
-        return total;
+        const float margins[] = {1, 2, 4, 6, 8, 12, 16, INFINITY};
+        double mass[8];
+        masses(logits, n, peak, temperature, margins, mass);
+        int wide = 0;
+        while (wide < 7 && mass[wide] < share * mass[7] * 1.0001) wide++;
+        collect(margins[wide]);
+        return mass[7];
     }
 
     // Likeliest first, up to the one that reaches `mass`: a search by halves, in no more order than it needs.
@@ -1299,7 +1312,11 @@ int tidegate_draw(const float* logits, int n, const DrawRule* rule) try {
 } catch (const std::exception&) { return -1; }
 
 // Sum over the vocabulary of exp(logit - peak).
-double tidegate_weight(const float* logits, int n, float peak) { return sum_of_weights(logits, n, peak, 1.0f); }
+double tidegate_weight(const float* logits, int n, float peak) {
+    double mass[1];
+    masses(logits, n, peak, 1.0f, {INFINITY}, mass);
+    return mass[0];
+}
 
 // The `count` likeliest ids, likeliest first, equal ones by rising id, to `ids`. False without memory.
 bool tidegate_likeliest(const float* logits, int n, float peak, int count, int64_t* ids) try {
