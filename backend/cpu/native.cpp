@@ -1158,18 +1158,19 @@ class Race {  // the finishing times of tokens, as logarithms; the smallest wins
 template <int N>
 static void masses(const float* logits, int n, float peak, float temperature, const float (&margins)[N], double (&mass)[N]) {
     std::fill_n(mass, N, 0.0);
+    const float inverse = 1.0f / temperature;
     int i = 0;
     while (i + LANES <= n) {
         vfloat part[N] = {};  // of so few that float32 loses nothing that matters
         for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES) {
-            const vfloat logit = load<vfloat>(logits + i), weight = exp((logit - peak) / temperature);
+            const vfloat logit = load<vfloat>(logits + i), weight = exp((logit - peak) * inverse);
             for (int j = 0; j < N; j++) part[j] += logit >= peak - margins[j] ? weight : vfloat{};
         }
         for (int j = 0; j < N; j++) mass[j] += sum(part[j]);
     }
     for (; i < n; i++)
         for (int j = 0; j < N; j++)
-            if (logits[i] >= peak - margins[j]) mass[j] += exp(splat((logits[i] - peak) / temperature))[0];
+            if (logits[i] >= peak - margins[j]) mass[j] += exp(splat((logits[i] - peak) * inverse))[0];
 }
 
 static bool likelier(const Candidate& a, const Candidate& b) {
@@ -1181,14 +1182,13 @@ class Kept {  // the tokens that top_k and top_p leave
     const int n;
     const float peak, temperature;
 
-    double collect(float margin) {
-        double mass = 0;
+    void collect(float margin) {
         list.clear();
-        for_ids_from(logits, n, peak - margin, [&](int id) {
-            list.push_back({logits[id], exp(splat((logits[id] - peak) / temperature))[0], id});
-            mass += list.back().weight;
-        });
-        return mass;
+        for_ids_from(logits, n, peak - margin, [&](int id) { list.push_back({logits[id], 0, id}); });
+    }
+
+    void weigh() {
+        for (auto& c : list) c.weight = exp(splat((c.logit - peak) / temperature))[0];
     }
 
   public:
@@ -1198,24 +1198,28 @@ class Kept {  // the tokens that top_k and top_p leave
         : logits(logits), n(n), peak(peak), temperature(temperature), list(list) {}
 
     double take_likeliest(int count) {
+        for (float margin : {4.0f, 8.0f, 12.0f, INFINITY})
+            if (collect(margin); int(list.size()) >= count) break;
+        if (int(list.size()) > count) {
+            std::nth_element(list.begin(), list.begin() + count, list.end(), likelier);
+            list.resize(count);
+        }
+        weigh();
         double mass = 0;
-        for (float margin : {3.0f, 8.0f, INFINITY})
-            if (mass = collect(margin); int(list.size()) >= count) break;
-        if (int(list.size()) <= count) return mass;
-        std::nth_element(list.begin(), list.begin() + count, list.end(), likelier);
-        list.resize(count), mass = 0;
         for (const auto& c : list) mass += c.weight;
         return mass;
     }
 
     double take_mass(double share) {
-        const float margins[] = {1, 2, 4, 6, 8, 12, 16, INFINITY};
-        double mass[8];
+        const float margins[] = {2, 4, 7, 11, INFINITY};
+        double mass[5];
         masses(logits, n, peak, temperature, margins, mass);
+        const double& total = mass[4];
         int wide = 0;
-        while (wide < 7 && mass[wide] < share * mass[7] * 1.0001) wide++;
+        while (wide < 4 && mass[wide] < share * total * 1.0001) wide++;
         collect(margins[wide]);
-        return mass[7];
+        weigh();
+        return total;
     }
 
     // Likeliest first, up to the one that reaches `mass`: a search by halves, in no more order than it needs.
