@@ -643,9 +643,7 @@ static INLINE void emit(const Output& out, int m, int panel, vfloat* acc) {
 constexpr int WIDE = 2 > PARTS ? 2 : PARTS;         // vectors of a tile of many rows
 constexpr int NARROW = LANES == 4 ? 8 : 4;          // vectors of a tile of one row
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;      // of a tile: WIDE * MAX_ROWS accumulators fit the registers
-#ifndef MAX_BYTE_ROWS
-#define MAX_BYTE_ROWS (LANES == 16 ? 12 : 4)
-#endif
+constexpr int MAX_BYTE_ROWS = LANES == 16 ? 12 : 4; // of a tile in bytes
 constexpr int MAX_DIRECT = 4;                       // rows up to which weights are unpacked in registers, once each
 
 template <class F, int ROWS, int VECS>
@@ -752,6 +750,8 @@ static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t 
     });
 }
 
+constexpr int BYTE_ROW_CHUNK = 64;  // likewise, of rows in bytes: they stay in the L2 cache
+
 // Rounds each row to bytes, a group of columns at a time, so that no row depends on another; then multiplies them in
 // integers with a matrix of blocks.
 static void multiply_bytes(Workers& workers, const Matrix& w, const float* x, int64_t ldx, int m, const Output& out) {
@@ -763,7 +763,7 @@ static void multiply_bytes(Workers& workers, const Matrix& w, const float* x, in
         for (int r = piece * rows_a_piece; r < std::min(m, (piece + 1) * rows_a_piece); r++)
             round_to_bytes(x + r * ldx, w.cols, rounded + int64_t(r) * groups);
     });
-    const int row_chunks = (m + ROW_CHUNK - 1) / ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
+    const int row_chunks = (m + BYTE_ROW_CHUNK - 1) / BYTE_ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
     const int group = std::max(1, panels / (workers.pool.threads * 8)), pieces = (panels + group - 1) / group;
     workers.pool.run(pieces * row_chunks, [&](int piece, int) {
         const int first = piece % pieces * group, last = std::min(panels, first + group);
