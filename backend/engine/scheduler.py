@@ -137,14 +137,16 @@ class Scheduler:
     def _narrow_for_background(
         self, budget: StepBudget, decoding: list[EngineRequest], now_s: float
     ) -> None:
-        """Leave what background rows may take beside the online ones of this step."""
+        """Leave what background rows may take beside the online ones of this step.
+
+        A step without any online row is free for them, also while online requests wait: it is for their blocks.
+        """
         prefilling = [r for r in self.running if is_online(r.klass) and not r.is_decoding]
         prefilling += [request for request in self.waiting if is_online(request.klass)]
-        if decoding or prefilling:
+        if budget.num_taken and (decoding or prefilling):
             num_rows = self.pace.background_rows(budget.num_taken, decoding, prefilling, now_s)
         else:
-            num_decoding = sum(r.is_decoding for r in self.running)
-            num_rows = self.pace.idle_rows(num_decoding)
+            num_rows = self.pace.idle_rows(sum(r.is_decoding for r in self.running))
         budget.narrow(num_rows)
 
     # -- rows for this step ------------------------------------------------------------------------------------------
