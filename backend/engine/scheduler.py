@@ -77,21 +77,16 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         budget = StepBudget(self._max_num_batched_tokens)
         scheduled = self._decode(budget, online=True)
-        online = [r for r in self.running if is_online(r.klass)]
-        decoding = [request for request in online if request.is_decoding]
+        decoding = [request for request, _ in scheduled if is_online(request.klass)]
         budget.narrow(self.pace.prefill_rows(decoding, now_s))
         is_blocked = self.num_preemptions > num_preemptions or self._admit(budget, online=True)
         scheduled += self._prefill(budget, scheduled, online=True)
-
-        prefilling = [r for r in self.running if is_online(r.klass) and not r.is_decoding]
-        prefilling += [request for request in self.waiting if is_online(request.klass)]
-        budget.narrow(self.pace.background_rows(budget.num_taken, decoding, prefilling, now_s))
-        scheduled += self._decode(budget, online=False)
-        if not decoding and not prefilling:
-            budget.narrow(self.pace.idle_rows())
-        if not is_blocked and self.num_preemptions == num_preemptions:
-            self._admit(budget, online=False)
-        scheduled += self._prefill(budget, scheduled, online=False)
+        if self._has_background():
+            self._narrow_for_background(budget, decoding, now_s)
+            scheduled += self._decode(budget, online=False)
+            if not is_blocked and self.num_preemptions == num_preemptions:
+                self._admit(budget, online=False)
+            scheduled += self._prefill(budget, scheduled, online=False)
         for request, _ in scheduled:
             request.moved_s = now_s
         return scheduled
@@ -132,6 +127,27 @@ class Scheduler:
             self.pool.free(front_last, online=is_online(request.klass))
             request.block_table[start:end] = [NULL_BLOCK] * (end - start)
             request.num_hidden_blocks = end
+
+    def _has_background(self) -> bool:
+        """Both lists have the worst class last."""
+        return any(
+            requests and not requests[-1].is_online for requests in (self.running, self.waiting)
+        )
+
+    def _narrow_for_background(
+        self, budget: StepBudget, decoding: list[EngineRequest], now_s: float
+    ) -> None:
+        """Leave what background rows may take beside the online ones of this step.
+
+        A step without any online row is free for them, also while online requests wait: it is for their blocks.
+        """
+        prefilling = [r for r in self.running if is_online(r.klass) and not r.is_decoding]
+        prefilling += [request for request in self.waiting if is_online(request.klass)]
+        if budget.num_taken and (decoding or prefilling):
+            num_rows = self.pace.background_rows(budget.num_taken, decoding, prefilling, now_s)
+        else:
+            num_rows = self.pace.idle_rows(sum(r.is_decoding for r in self.running))
+        budget.narrow(num_rows)
 
     # -- rows for this step ------------------------------------------------------------------------------------------
 

@@ -76,7 +76,6 @@ class NativeLlama:
     tokens are not contiguous.
     """
 
-    window: int | None = None
     is_batch_invariant = True
 
     def __init__(

@@ -8,6 +8,7 @@ import pytest
 
 from backend.engine.params import RequestClass
 from backend.engine.request import Status
+from backend.engine.scheduler import MAX_SKIPS
 from backend.engine.urgency import PATIENCE_S
 from tests.backend.virtual_steps import Steps
 
@@ -206,6 +207,21 @@ def test_rows_paused_by_online_work_move_again_though_it_never_ends():
             steps.add(f"online {steps.now_s}", 200, INTERACTIVE, max_tokens=1)
         steps.step()
     assert all(request.status is Status.FINISHED for request in paused)
+
+
+def test_paused_rows_move_when_all_online_work_waits_for_the_blocks_they_hold():
+    steps = Steps(num_blocks=12, base_s=1.0, row_s=0.01, max_num_seqs=8)
+    holders = [steps.add(f"holder {i}", 8, BATCH, max_tokens=12) for i in range(2)]
+    for _ in range(3):
+        steps.step()
+    guest = steps.add("guest", 36, BATCH, max_tokens=1)
+    guest.moved_s -= PATIENCE_S[BATCH] + 10
+    steps.now_s += 2.0
+    guest.num_skipped = MAX_SKIPS
+    steps.step()
+    steps.add("online", 4, INTERACTIVE, max_tokens=1, ttft_ms=1)
+    steps.run_until(guest, max_steps=60)
+    assert all(request.status is Status.FINISHED for request in holders)
 
 
 # Preemption

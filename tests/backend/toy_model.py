@@ -149,6 +149,7 @@ def new_engine(
     model: ToyModel | None = None,
     tokenizer: ToyTokenizer | None = None,
     draft_model: ToyModel | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
     **config: object,
 ) -> LLMEngine:
     settings = {"block_size": 4, "num_blocks": 256, **config}
@@ -157,7 +158,7 @@ def new_engine(
         tokenizer or ToyTokenizer(),
         EngineConfig(**settings),  # pyright: ignore[reportArgumentType]
         draft_model=draft_model,
-        clock=lambda: 0.0,
+        clock=clock,
         entropy=iter(range(1, 10**6)).__next__,
     )
 
