@@ -23,7 +23,7 @@ INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside 
 class Refused(Exception):
     """A request that is answered with `Rejected`."""
 
-    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -93,6 +93,8 @@ class PromptReader:
             min_output = int(request.params.max_tokens != 0)
             prompts = [self._completion(prompt, min_output) for prompt in request.prompts]
         rows = request.rows_per_prompt
+        if request.n < 1:
+            raise Refused(f"n must be at least 1, got {request.n}", "n")
         if len(prompts) * rows > MAX_ROWS:
             message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
             raise Refused(message, "n" if rows == request.n else "best_of")
@@ -111,7 +113,7 @@ class PromptReader:
         try:
             return self.grammars.compile(spec)
         except InvalidGrammar as exc:
-            raise Refused(f"Invalid {spec.param}: {exc}", spec.param, "invalid_value") from exc
+            raise Refused(f"Invalid {spec.param}: {exc}", spec.param) from exc
 
     def _chat(self, request: Generate) -> Prompt:
         if self.chat is None:

@@ -123,8 +123,9 @@ class EngineRequest:
 
     @property
     def queue_rank(self) -> tuple[RequestClass, bool, float, int]:
-        """Smallest first: class, then whoever was preempted, then deadline and length, then arrival."""
-        return self.served_as, self.num_preemptions == 0, self.rank_s, self.arrival
+        """Smallest first: class, then whoever was preempted by arrival, then the others by deadline and length."""
+        rank_s = 0.0 if self.num_preemptions else self.rank_s
+        return self.served_as, self.num_preemptions == 0, rank_s, self.arrival
 
     @property
     def run_rank(self) -> tuple[RequestClass, int]:
