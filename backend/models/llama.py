@@ -104,30 +104,26 @@ class _CheckedReader:
 
 
 class _Layer:
-    def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype, quantization: str) -> None:
+    def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype) -> None:
         self.attn_norm, self.mlp_norm = weights.attn_norm.to(dtype), weights.mlp_norm.to(dtype)
-        self.qkv = make_linear(weights.qkv, dtype, quantization)
-        self.attn_out = make_linear([weights.attn_out], dtype, quantization)
-        self.gate_up = make_linear(weights.gate_up, dtype, quantization)
-        self.down = make_linear([weights.down], dtype, quantization)
+        self.qkv = make_linear(weights.qkv, dtype)
+        self.attn_out = make_linear([weights.attn_out], dtype)
+        self.gate_up = make_linear(weights.gate_up, dtype)
+        self.down = make_linear([weights.down], dtype)
 
 
 class Llama:
     """The portable tier: torch alone, any CPU."""
 
-    def __init__(
-        self, weights: LlamaWeights, dtype: torch.dtype, quantization: str = "none"
-    ) -> None:
+    def __init__(self, weights: LlamaWeights, dtype: torch.dtype) -> None:
         config = weights.config
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
-        self.fingerprint = (
-            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{quantization}"
-        )
+        self.fingerprint = f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}"
         self._embedding = weights.embed.dequantize().to(dtype)
-        self._layers = [_Layer(layer, dtype, quantization) for layer in weights.layers]
+        self._layers = [_Layer(layer, dtype) for layer in weights.layers]
         self._norm = weights.norm.to(dtype)
-        self._lm_head: Linear = make_linear([weights.lm_head], dtype, quantization)
+        self._lm_head: Linear = make_linear([weights.lm_head], dtype)
         self._rotary = RotaryTable(weights.inv_freq, dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
