@@ -168,6 +168,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             _model_path(settings),
             dtype=options.dtype,
             quantization=options.quantization,
+            activations=options.activations,
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
@@ -203,6 +204,7 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
         Path(options.draft_path),
         dtype=options.dtype,
         quantization=options.quantization,
+        activations=options.activations,
         threads=settings.threads,
     )
     token_ids = range(tokenizer.vocab_size)

@@ -106,8 +106,13 @@ def _packed(
     return NativeMatrix(Matrix(kind, rows, cols, 0, data.data_ptr(), None), data)
 
 
-def native_linear(x: Tensor, weight: NativeMatrix, threads: int = 1) -> Tensor:
-    """float32 x [T, cols] -> x @ weight.T [T, rows]. Starts threads of its own: for tests and measurements."""
+def native_linear(
+    x: Tensor, weight: NativeMatrix, threads: int = 1, *, byte_activations: bool = False
+) -> Tensor:
+    """float32 x [T, cols] -> x @ weight.T [T, rows]. Starts threads of its own: for tests and measurements.
+
+    `byte_activations`: x as `activations.rounded_to_bytes` gives it, where the weight is in blocks.
+    """
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != weight.struct.cols:
         raise ValueError(
             f"x must be float32 [T, {weight.struct.cols}], got {x.dtype} {list(x.shape)}"
@@ -115,7 +120,12 @@ def native_linear(x: Tensor, weight: NativeMatrix, threads: int = 1) -> Tensor:
     x, y = x.contiguous(), torch.empty(x.shape[0], weight.struct.rows)
     if x.shape[0]:
         fault = native_library().tidegate_linear(
-            ctypes.byref(weight.struct), x.data_ptr(), x.shape[0], y.data_ptr(), threads
+            ctypes.byref(weight.struct),
+            x.data_ptr(),
+            x.shape[0],
+            y.data_ptr(),
+            threads,
+            byte_activations,
         )
         if fault:
             raise MemoryError(fault.decode())
