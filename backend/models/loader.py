@@ -53,8 +53,8 @@ def load_model(
     Args:
         dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
-        quantization: "auto": weights as the file has them; "none": all dense; "w8" or "w4": the layers' matrices in that
-            format (`backend.quant`); "w8a8": "w8" with activations "int8".
+        quantization: "auto": weights as the file has them; "none": all dense; "w8" or "w4": the layers' matrices in
+            that format (`backend.quant`); "w8a8": "w8" with activations "int8".
         activations: "float32" or "auto": they meet the weights as they are; "int8": rounded to bytes first, 32 columns
             to a scale, where the weights are in blocks (Q8_0, Q4_0, Q4_1); needs float32.
         max_model_len: a shorter context than the model's own, in tokens.

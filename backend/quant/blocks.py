@@ -22,7 +22,7 @@ from backend.quant.affine import AffineWeight
 Q_COLS = 32
 W8_COLS = 16
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "W4", "W8")
-FOUR_BIT_KINDS = frozenset(("Q4_0", "Q4_1", "W4"))
+FOUR_BIT_KINDS = frozenset(("Q4_0", "Q4_1", "W4", "Q4_K"))
 
 
 def smallest_kind(weight: AffineWeight) -> str:
