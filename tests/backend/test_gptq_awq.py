@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.cpu import native
@@ -252,6 +253,34 @@ def test_a_quantized_folder_can_be_widened(tmp_path: Path) -> None:
     folder, weights = write_quantized(tmp_path / "model", SETTINGS["gptq"][0])
     wanted = tiny_llama.dense_logits(weights, IDS)[-1].float()
     assert (logits(folder, quantization="none", native=False) - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("part", "tensor", "says"),
+    [
+        ("scales", torch.ones(96).half(), "scales is [96], expected rows and columns"),
+        ("scales", torch.ones(0, 96).half(), "scales is [0, 96], expected rows and columns"),
+        ("scales", torch.ones(2, 96).int(), "scales is stored as torch.int32"),
+        ("qweight", torch.ones(64, 96).half(), "qweight is stored as torch.float16"),
+        ("qzeros", torch.ones(2, 12).long(), "qzeros is stored as torch.int64"),
+        ("qzeros", torch.ones(3, 96).int(), ""),
+        ("qweight", torch.ones(5, 7).int(), ""),
+    ],
+)
+def test_a_part_of_another_form_names_its_tensor(
+    method: str, part: str, tensor: Tensor, says: str, tmp_path: Path
+) -> None:
+    folder, _ = write_quantized(tmp_path / "model", SETTINGS[method][0])
+    path = folder / "model.safetensors"
+    stored = load_file(path) | {f"model.layers.1.mlp.gate_proj.{part}": tensor}
+    save_file(stored, path)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder)
+    message = str(caught.value)
+    assert says in message
+    assert "model.layers.1.mlp.gate_proj" in message
+    assert "\n" not in message
 
 
 def test_a_damaged_part_names_its_tensor(tmp_path: Path) -> None:
