@@ -54,6 +54,7 @@ class EngineProvider:
     """Streams from whichever replica has the least work outstanding."""
 
     dialects: frozenset[Dialect] = frozenset()  # answers are events, never bytes of a dialect
+    embeds = True
 
     def __init__(self, name: str, replicas: list[Replica], timeout: Timeout) -> None:
         self.name = name
