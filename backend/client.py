@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from backend import launch
 from backend.answer import Answer
+from backend.answer_vectors import EmbeddingsAnswer
 from backend.connection import Mailbox, Replica, Reply
 from backend.options import parse_options
 from backend.protocol import Generate
@@ -25,6 +26,7 @@ from plugins.interfaces import (
     Timeout,
 )
 
+AnyAnswer = Answer | EmbeddingsAnswer
 CHARS_PER_TOKEN = 4  # only to compare replicas
 UNKNOWN_OUTPUT_TOKENS = 256
 
@@ -88,7 +90,8 @@ class EngineProvider:
         generate = to_generate(request, call.tenant)
         replica = self._choose()
         assert replica.ready is not None
-        answer = Answer(request, call.upstream_model, replica.ready)
+        kind = EmbeddingsAnswer if request.dialect == "embeddings" else Answer
+        answer = kind(request, call.upstream_model, replica.ready)
         mailbox = replica.open(generate, _cost_tokens(generate))
         started_s = asyncio.get_running_loop().time()
         try:
@@ -98,7 +101,7 @@ class EngineProvider:
         finally:
             replica.close(mailbox, abort=not answer.done)
 
-    async def _next(self, mailbox: Mailbox, answer: Answer, started_s: float) -> list[Reply]:
+    async def _next(self, mailbox: Mailbox, answer: AnyAnswer, started_s: float) -> list[Reply]:
         deadline_s, what = self._deadline(started_s, answer)
         try:
             replies = await mailbox.get(deadline_s)
@@ -108,7 +111,7 @@ class EngineProvider:
             raise UpstreamUnavailable(f"the engine {self.name} stopped during the answer")
         return replies
 
-    def _deadline(self, started_s: float, answer: Answer) -> tuple[float, str]:
+    def _deadline(self, started_s: float, answer: AnyAnswer) -> tuple[float, str]:
         """When the next message must be there, and what it means when it is not."""
         timeout = self._timeout
         total = started_s + timeout.total_s, f"took more than {timeout.total_s:g} s"
@@ -147,6 +150,8 @@ def _cost_tokens(generate: Generate) -> int:
         num_chars, num_prompts = sum(len(m["content"]) for m in generate.messages), 1
     else:
         num_chars, num_prompts = sum(map(len, generate.prompts)), len(generate.prompts)
+    if generate.embedding is not None:
+        return num_chars // CHARS_PER_TOKEN
     num_rows = generate.rows_per_prompt * num_prompts
     num_output = (generate.params.max_tokens or UNKNOWN_OUTPUT_TOKENS) * num_rows
     return num_chars // CHARS_PER_TOKEN + num_output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend.answer_form import grammar_spec
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import EmbeddingParams, RequestClass, SamplingParams
 from backend.protocol import Generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
@@ -44,6 +44,8 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
     Raises:
         InvalidRequest, Unsupported: with `param`.
     """
+    if request.dialect == "embeddings":
+        return _to_embed(request, tenant)
     _refuse(request)
     sampling = request.sampling
     generate = Generate(
@@ -71,6 +73,17 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
     generate.continue_final_message = messages[-1].role == "assistant"
     generate.template_kwargs = _template_kwargs(request)
     return generate
+
+
+def _to_embed(request: Request, tenant: str) -> Generate:
+    return Generate(
+        0,
+        SamplingParams(),
+        prompts=request.prompts,
+        klass=RequestClass[request.klass.upper()],
+        cache_salt=_cache_salt(request, tenant),
+        embedding=EmbeddingParams(request.embedding.dimensions),
+    )
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
