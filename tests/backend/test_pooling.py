@@ -120,10 +120,9 @@ def test_a_text_that_was_chatted_about_is_computed_whole() -> None:
 
 
 def test_texts_leave_nothing_in_the_prefix_cache_and_push_nothing_out() -> None:
-    engine = new_engine(num_blocks=24)
+    engine = new_engine(num_blocks=24, max_num_seqs=2)
     run(engine, request("c", PROMPTS[4]))
-    for i in range(20):
-        run(engine, embed(f"v{i}", [(i + k) % 60 + 1 for k in range(20)]))
+    run(engine, *(embed(f"v{i}", [(i + k) % 60 + 1 for k in range(20)]) for i in range(12)))
     again = run(engine, request("c2", PROMPTS[4]), request("v", [k % 60 + 1 for k in range(20)]))
     assert again["c2"].num_cached_tokens == 32
     assert again["v"].num_cached_tokens == 0

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import EmbeddingParams, RequestClass, SamplingParams
 from backend.request import template_messages, to_generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
+    EmbeddingForm,
     Media,
     Message,
     Reasoning,
@@ -26,6 +27,14 @@ def chat(*messages: Message, **fields: Any) -> Request:
     return Request(
         "req_1", "chat", "m", messages=list(messages) or [Message("user", [Text("hi")])], **fields
     )
+
+
+def test_inputs_to_embed_go_as_they_are_with_their_tenant_and_class() -> None:
+    request = Request("r", "embeddings", "m", prompts=["a", [1]], klass="batch")
+    request.embedding = EmbeddingForm(dimensions=8)
+    generate = to_generate(request, "web")
+    assert (generate.prompts, generate.embedding) == (["a", [1]], EmbeddingParams(8))
+    assert (generate.klass, generate.cache_salt) == (RequestClass.BATCH, b"web\0")
 
 
 def test_text_parts_become_one_text() -> None:
