@@ -6,7 +6,7 @@ import base64
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from gateway.accounting import estimate_prompt_tokens
 from gateway.errors import as_error
@@ -17,7 +17,7 @@ from plugins.events import Embedding, Event, Failed, Finished, Request, Started,
 class EmbeddingEntry(Struct):
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: Raw  # numbers, or base64 of them
 
 
 class EmbeddingsUsage(Struct):
@@ -33,7 +33,10 @@ class EmbeddingsAnswer(Struct):
 
 
 class EmbeddingsCollector:
-    """See `gateway.endpoints.dialect.Collector`. A verbatim body is the answer, untouched."""
+    """See `gateway.endpoints.dialect.Collector`. A verbatim body is the answer, untouched.
+
+    Each vector is written when it comes: thousands at the end would hold up everybody else.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -41,13 +44,13 @@ class EmbeddingsCollector:
         self._usage: Usage | None = None
         self._verbatim = b""
         self._failed: Failed | None = None
-        self._vectors: dict[int, Embedding] = {}
+        self._entries: dict[int, EmbeddingEntry] = {}
         self._finished = False
 
     def add(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Embedding):
-                self._vectors[event.index] = event
+                self._entries[event.index] = self._entry(event)
             elif isinstance(event, Started):
                 self._model = event.model or self._model
             elif isinstance(event, Usage):
@@ -66,19 +69,19 @@ class EmbeddingsCollector:
         if self._verbatim:
             return self._verbatim
         indexes = range(len(self._request.prompts))
-        if not self._finished or self._vectors.keys() != set(indexes):
+        if not self._finished or self._entries.keys() != set(indexes):
             raise UpstreamUnavailable(
-                f"The upstream answered {len(indexes)} inputs with {len(self._vectors)} embeddings."
+                f"The upstream answered {len(indexes)} inputs with {len(self._entries)} embeddings."
             )
-        data = [self._entry(self._vectors[index]) for index in indexes]
+        data = [self._entries[index] for index in indexes]
         return msgspec.json.encode(
             EmbeddingsAnswer("list", data, self._model, self._usage_answer())
         )
 
     def _entry(self, vector: Embedding) -> EmbeddingEntry:
         as_text = self._request.embedding.encoding_format == "base64"
-        encoded = base64.b64encode(vector.data).decode() if as_text else vector.values()
-        return EmbeddingEntry("embedding", vector.index, encoded)
+        written = base64.b64encode(vector.data).decode() if as_text else vector.values()
+        return EmbeddingEntry("embedding", vector.index, Raw(msgspec.json.encode(written)))
 
     def _usage_answer(self) -> EmbeddingsUsage:
         """Clients rely on the counts: where a provider gives none they are those of the usage row."""

@@ -62,12 +62,12 @@ def _read_vector(value: Any, index: int) -> Embedding:
     """As float32, which is what models compute in."""
     try:
         vector = _decode(value, index) if isinstance(value, str) else Embedding.of(value, index)
-        numbers = vector.values()
+        # One sum tells: it is finite where all numbers are, for no count of float32 comes near float64's end.
+        if vector.data and math.isfinite(sum(vector.values())):
+            return vector
     except (TypeError, ValueError, OverflowError):
-        numbers, vector = [], None
-    if vector is None or not numbers or not all(map(math.isfinite, numbers)):
-        raise BadEmbeddings(f"gave an embedding of index {index} that is no list of numbers")
-    return vector
+        pass
+    raise BadEmbeddings(f"gave an embedding of index {index} that is no list of numbers")
 
 
 def _decode(text: str, index: int) -> Embedding:
