@@ -16,7 +16,6 @@ class EmbeddingsAnswer:
 
     def __init__(self, request: Request, model: str, ready: Ready) -> None:
         self.done = False
-        self.has_content = False
         self._model = model
         self._fingerprint = fingerprint(ready)
         self._num_open = len(request.prompts)
@@ -46,6 +45,5 @@ class EmbeddingsAnswer:
     def _vector(self, delta: Delta) -> Embedding:
         if not delta.embedding:
             raise UpstreamError(f"the engine gave up: {delta.error or delta.finish_reason}")
-        self.has_content = True
         self._num_open -= 1
         return Embedding(delta.embedding, delta.index)

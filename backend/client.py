@@ -115,6 +115,8 @@ class EngineProvider:
         """When the next message must be there, and what it means when it is not."""
         timeout = self._timeout
         total = started_s + timeout.total_s, f"took more than {timeout.total_s:g} s"
+        if isinstance(answer, EmbeddingsAnswer):  # nobody sees a part of it
+            return total
         if not answer.has_content:
             text = f"gave no content within {timeout.first_token_s:g} s"
             return min((started_s + timeout.first_token_s, text), total)

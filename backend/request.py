@@ -24,6 +24,7 @@ from plugins.events import (
 )
 
 MAX_CHOICES = 128
+MAX_URGENT_INPUTS = 16  # texts to embed in one request; more are a bulk, which lets chats go first
 # Top-level fields that change what is generated, and that we cannot honour yet. Others we do not know are harmless.
 _TEMPLATE_ARGUMENTS = frozenset(
     ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -76,11 +77,14 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
 
 
 def _to_embed(request: Request, tenant: str) -> Generate:
+    klass = RequestClass[request.klass.upper()]
+    if len(request.prompts) > MAX_URGENT_INPUTS:
+        klass = max(klass, RequestClass.FLEX)
     return Generate(
         0,
         SamplingParams(),
         prompts=request.prompts,
-        klass=RequestClass[request.klass.upper()],
+        klass=klass,
         cache_salt=_cache_salt(request, tenant),
         embedding=EmbeddingParams(request.embedding.dimensions),
     )

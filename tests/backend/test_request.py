@@ -37,6 +37,22 @@ def test_inputs_to_embed_go_as_they_are_with_their_tenant_and_class() -> None:
     assert (generate.klass, generate.cache_salt) == (RequestClass.BATCH, b"web\0")
 
 
+@pytest.mark.parametrize(
+    ("num_inputs", "klass", "expected"),
+    [
+        (16, "standard", RequestClass.STANDARD),
+        (17, "standard", RequestClass.FLEX),
+        (17, "interactive", RequestClass.FLEX),
+        (17, "batch", RequestClass.BATCH),
+    ],
+)
+def test_a_bulk_of_inputs_lets_others_go_first(
+    num_inputs: int, klass: Any, expected: RequestClass
+) -> None:
+    request = Request("r", "embeddings", "m", prompts=["a"] * num_inputs, klass=klass)
+    assert to_generate(request).klass is expected
+
+
 def test_text_parts_become_one_text() -> None:
     messages = [Message("user", [Text("one"), Text("two")])]
     assert template_messages(messages) == [{"role": "user", "content": "one\ntwo"}]
