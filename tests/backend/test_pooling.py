@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from backend.cpu import native
@@ -203,6 +205,41 @@ def test_a_chunk_that_is_computed_again_counts_once() -> None:
     whole = pooler.vector()
     assert whole is not None
     np.testing.assert_allclose(whole, [2**-0.5, 2**-0.5])
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_whatever_arrives_and_leaves_vectors_are_those_of_each_text_alone(
+    data: st.DataObject,
+) -> None:
+    engine = new_engine(
+        num_blocks=data.draw(st.integers(10, 20)),
+        max_num_batched_tokens=data.draw(st.integers(2, 20)),
+        max_num_seqs=data.draw(st.integers(1, 4)),
+    )
+    waiting = data.draw(
+        st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.booleans()), max_size=8)
+    )
+    texts: dict[str, list[int]] = {}
+    outputs: list[StepOutput] = []
+    while waiting or engine.has_work:
+        if waiting and data.draw(st.booleans()):
+            which, is_chat, urgent = waiting.pop()
+            klass = RequestClass.INTERACTIVE if urgent else RequestClass.BATCH
+            request_id = f"{len(texts)}"
+            texts[request_id] = [] if is_chat else PROMPTS[which]
+            ask = request if is_chat else embed
+            engine.add(ask(request_id, PROMPTS[which], klass=klass))
+        elif texts and data.draw(st.integers(0, 9)) == 0:
+            left = data.draw(st.sampled_from(sorted(texts)))
+            engine.abort(left)
+            texts[left] = []
+        outputs += engine.step()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    found = {output.request_id: output for output in outputs}
+    for request_id, ids in texts.items():
+        if ids:
+            np.testing.assert_allclose(vector(found[request_id]), reference(ids), atol=1e-6)
 
 
 # -- Real models ---------------------------------------------------------------------------------------------------
