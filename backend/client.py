@@ -10,6 +10,7 @@ from backend import launch
 from backend.answer import Answer
 from backend.answer_vectors import EmbeddingsAnswer
 from backend.connection import Mailbox, Replica, Reply
+from backend.engine.params import Objective, RequestClass
 from backend.options import parse_options
 from backend.protocol import Generate
 from backend.request import to_generate
@@ -83,11 +84,17 @@ class EngineProvider:
         known = [replica.stats for replica in self._replicas if replica.stats is not None]
         if not known:
             return {}
-        return {name: float(sum(getattr(s, field) for s in known)) for name, field in _GAUGES}
+        gauges = {name: float(sum(getattr(s, field) for s in known)) for name, field in _GAUGES}
+        for klass in RequestClass:
+            for state in ("running", "waiting"):
+                counts = [getattr(s, f"{state}_by_class")[klass] for s in known]
+                gauges[f"requests_{state}_{klass.name.lower()}"] = float(sum(counts))
+        return gauges
 
     async def stream(self, request: Request, call: Call) -> AsyncGenerator[list[Event], None]:
         """See `plugins.interfaces.Provider.stream`."""
-        generate = to_generate(request, call.tenant)
+        objective = Objective(call.objective.ttft_ms, call.objective.tpot_ms)
+        generate = to_generate(request, call.tenant, objective)
         replica = self._choose()
         assert replica.ready is not None
         kind = EmbeddingsAnswer if request.dialect == "embeddings" else Answer
@@ -138,6 +145,7 @@ _GAUGES = (
     ("requests_running", "num_running"),
     ("requests_waiting", "num_waiting"),
     ("preemptions", "num_preemptions"),
+    ("evictions", "num_evictions"),
     ("cached_tokens", "num_cached_tokens"),
     ("prompt_tokens", "num_prompt_tokens"),
     ("output_tokens", "num_output_tokens"),

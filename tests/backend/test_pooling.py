@@ -213,7 +213,7 @@ def test_whatever_arrives_and_leaves_vectors_are_those_of_each_text_alone(
     data: st.DataObject,
 ) -> None:
     engine = new_engine(
-        num_blocks=data.draw(st.integers(10, 20)),
+        num_blocks=data.draw(st.integers(12, 20)),
         max_num_batched_tokens=data.draw(st.integers(2, 20)),
         max_num_seqs=data.draw(st.integers(1, 4)),
     )
