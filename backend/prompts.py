@@ -16,7 +16,7 @@ from backend.reasoning import CLOSING
 if TYPE_CHECKING:
     from backend.engine.grammar import CompiledGrammar, GrammarCompiler, TokenGrammar
 
-MAX_ROWS = 2048  # prompts x n of one request
+MAX_ROWS = 1024  # prompts x n of one request
 INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside the event loop
 
 
@@ -92,7 +92,7 @@ class PromptReader:
                 raise Refused("prompt is empty: it needs at least one text", "prompt")
             prompts = self._completions(request)
         rows = request.rows_per_prompt
-        if len(prompts) * rows > MAX_ROWS:
+        if request.embedding is None and len(prompts) * rows > MAX_ROWS:
             message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
             raise Refused(message, "n" if rows == request.n else "best_of")
         if (spec := self._grammar(request)) is not None:
