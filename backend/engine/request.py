@@ -19,6 +19,7 @@ from backend.engine.params import (
     TokenConstraint,
     TokenLogprob,
 )
+from backend.engine.pooling import Pooler
 
 
 class Status(Enum):
@@ -46,6 +47,7 @@ class EngineRequest:
     grammar: TokenConstraint | None = None  # None: every token is legal
     markers: dict[int, bytes] = field(default_factory=dict[int, bytes])  # special tokens to show
     objective: Objective = Objective()
+    pooler: Pooler | None = None  # a vector is wanted in place of an answer
 
     served_as: RequestClass = field(init=False)  # its class, or a better one while it is the guest
     is_online: bool = field(init=False)  # served as one that somebody waits for
@@ -101,7 +103,12 @@ class EngineRequest:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many tokens at its front may come from the cache: the rows behind them are needed for their logits."""
+        """How many tokens at its front may come from the cache: the rows behind them are needed for their logits.
+
+        A vector needs them all.
+        """
+        if self.pooler is not None:
+            return 0
         if self.num_unscored_tokens:
             return len(self.prompt_logprobs) - 1
         return len(self.token_ids) - 1
@@ -143,6 +150,8 @@ class EngineRequest:
         """The next `num_tokens` to compute, guesses included as far as there are any."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         token_ids = self.token_ids[start:end]
+        if self.pooler is not None:
+            return Rows(self, start, token_ids, 0, self.pooler.num_wanted(start, end))
         token_ids += self.drafts.token_ids[: num_tokens - len(token_ids)]
         end = start + len(token_ids)
         first = self.max_cached_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
@@ -156,16 +165,26 @@ class EngineRequest:
             self.grammar.accept(token_id)
 
     def extend_keys(self, block_size: int) -> None:
-        extend_keys(self.block_keys, self.root, self.token_ids, block_size)
+        """None for a vector's: it shares no block, and thousands of texts read once must not push out prompts."""
+        if self.pooler is None:
+            extend_keys(self.block_keys, self.root, self.token_ids, block_size)
 
 
 class Rows(NamedTuple):
-    """Tokens of one request that a forward pass computes; the logits behind the last `num_logits` are wanted."""
+    """Tokens of one request that a forward pass computes.
+
+    Of the last `num_logits` the logits are wanted, of the last `num_hidden` the hidden states.
+    """
 
     request: EngineRequest
     start: int  # position of the first
     token_ids: list[int]
     num_logits: int
+    num_hidden: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        return max(self.num_logits, self.num_hidden)
 
     @property
     def num_draws(self) -> int:
