@@ -141,7 +141,7 @@ def check_logprobs(item: GenerationRequest, pieces: list[StepOutput], token_ids:
     assert num_prompt_entries == [whole] + [0] * (len(pieces) - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(visits(), engines)
 def test_every_request_ends_once_with_the_text_of_its_tokens_and_right_counts(
     guests: list[Visit], config: dict[str, Any]
@@ -164,7 +164,7 @@ def test_every_request_ends_once_with_the_text_of_its_tokens_and_right_counts(
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(visits(), engines)
 def test_greedy_and_seeded_requests_say_what_they_say_alone(
     guests: list[Visit], config: dict[str, Any]

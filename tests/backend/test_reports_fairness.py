@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import tracemalloc
+from types import FunctionType, ModuleType
 
 import pytest
 
+from backend.engine.block_pool import BlockPool
 from backend.engine.engine import LLMEngine
+from backend.engine.ngram import TokenHistory
 from backend.engine.params import RequestClass, StepOutput
+from backend.engine.request import EngineRequest
 from backend.engine.sampler import Sampler
 from tests.backend.toy_model import ToyModel, joined, new_engine, request, run
 
@@ -101,6 +106,35 @@ def test_report_50_sglang_6778_a_drained_engine_has_every_block_free_after_any_l
         ]
         run(engine, *items)  # which checks that all blocks are free
     assert engine.stats().num_cached_tokens > 0
+
+
+def reachable(root: object) -> list[object]:
+    """Every object that hangs on `root`, modules, classes and their code aside."""
+    seen: dict[int, object] = {id(root): root}
+    todo = [root]
+    while todo:
+        for held in gc.get_referents(todo.pop()):
+            if id(held) not in seen and type(held) not in (ModuleType, type, FunctionType):
+                seen[id(held)] = held
+                todo.append(held)
+    return list(seen.values())
+
+
+@pytest.mark.parametrize("how", ["off", "ngram", "draft"])
+def test_report_50_sglang_6778_nothing_is_kept_of_requests_that_have_gone(how: str) -> None:
+    """Ended, aborted while they wait and while they run: no part of the engine still holds one."""
+    draft = {"draft_model": ToyModel()} if how == "draft" else {"speculative": how}
+    engine = new_engine(num_blocks=20, max_num_seqs=3, **draft)
+    for i in range(12):
+        engine.add(request(str(i), [1, 2, 3] * (1 + i), max_tokens=5 + i, logprobs=1))
+    for i in range(0, 12, 3):
+        engine.abort(str(i))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    kept = {type(held) for held in reachable(engine)}
+    assert not {EngineRequest, TokenHistory} & kept
+    assert BlockPool in kept  # so it looks deep enough
 
 
 @pytest.mark.parametrize("num_steps", range(8))
