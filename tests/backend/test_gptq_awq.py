@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from backend.quant.awq import read_awq
 from backend.quant.gptq import read_gptq
 from tests.backend import tiny_llama
 from tests.backend.quantized_folder import awq_parts, gptq_parts, grid, write_quantized
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
 
 IDS = [3, 40, 41, 200, 7, 99]
 
