@@ -12,8 +12,6 @@ NUM_REPORTS = 62
 NOT_ON_A_CPU = "is about captured CUDA graphs, whose frozen sizes no CPU step has"
 OPEN = {
     17: f"transformers#45323 {NOT_ON_A_CPU}",
-    53: "vllm#38966: zero points of GPTQ version 2; the format is not read yet",
-    54: "vllm#21066: stored zero points of symmetric GPTQ; the format is not read yet",
     55: "vllm#13133: a KV cache of 8 bits; there is none yet",
     59: "vllm#30931: two adapters and one prompt; adapters are not built",
 }
