@@ -48,11 +48,12 @@ class AsciiTokenizer:
 
 
 @cache
-def loaded(tier: str = "portable", seed: int = 0) -> LoadedModel:
+def loaded(tier: str = "portable", seed: int = 0, quantization: str = "auto") -> LoadedModel:
     """The tiny Llama. Engines may share it: each has its own KV cache. Sets torch to one thread, see `one_thread`."""
     with TemporaryDirectory() as folder:
         path = tiny_llama.write_folder(Path(folder), tiny_llama.tensors(seed))
-        return load_model(path, dtype="float32", native=tier == "native", threads=1)
+        options = {"dtype": "float32", "quantization": quantization, "threads": 1}
+        return load_model(path, native=tier == "native", **options)  # pyright: ignore[reportArgumentType]
 
 
 @cache
@@ -61,11 +62,16 @@ def family(name: str) -> Llama:
 
 
 def llama_engine(
-    tier: str = "portable", *, draft_seed: int | None = None, **config: Any
+    tier: str = "portable",
+    *,
+    draft_seed: int | None = None,
+    quantization: str = "auto",
+    **config: Any,
 ) -> LLMEngine:
     """`draft_seed`: weights of a model that guesses; 0 is the model itself, which is always right."""
     draft = None if draft_seed is None else loaded(tier, draft_seed).model
-    return _engine(loaded(tier).model, loaded(tier).tokenizer, draft, config)
+    model = loaded(tier, quantization=quantization)
+    return _engine(model.model, model.tokenizer, draft, config)
 
 
 def family_engine(name: str, *, own_draft: bool = False, **config: Any) -> LLMEngine:

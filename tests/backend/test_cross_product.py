@@ -28,7 +28,7 @@ TIGHT = 11  # blocks of 16 tokens, for seven requests that need three or four ea
 FAMILIES = ["mistral", "gemma3", "qwen3_moe"]  # windows, windows beside none, experts
 AXES: dict[str, list[Any]] = {
     "model": [
-        *["llama", "llama native", "llama native exact"][: 3 if HAS_NATIVE else 1],
+        *["llama", "llama native w4", "llama native exact"][: 3 if HAS_NATIVE else 1],
         *FAMILIES,
     ],
     "prefix_cache": [True, False],
@@ -86,7 +86,9 @@ def engine_of(model: str, *, drafts: bool = False, **config: Any) -> LLMEngine:
         return family_engine(model, own_draft=drafts, **config)
     exact = {"deterministic": True} if "exact" in model else {}
     tier = "native" if "native" in model else "portable"
-    return llama_engine(tier, draft_seed=0 if drafts else None, **exact, **config)
+    quantization = "w4" if "w4" in model else "auto"
+    draft_seed = 0 if drafts else None
+    return llama_engine(tier, draft_seed=draft_seed, quantization=quantization, **exact, **config)
 
 
 @cache
