@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backend.cpu.packed import PackedWeight
+from backend.cpu.packed import PackedWeight, in_one_kind
 
 GROUP = 32  # columns that share a scale
-ROUNDED_FOR = frozenset(
-    ("Q8_0", "Q4_0", "Q4_1")
-)  # weights in such blocks meet bytes, others floats
+# Weights in such blocks meet bytes, others floats.
+ROUNDED_FOR = frozenset(("Q8_0", "Q4_0", "Q4_1", "W4"))
 _TINY = 1e-30  # a group whose values all lie below becomes 0
 
 
@@ -32,7 +31,6 @@ def rounding_first(
     linear: Callable[[Tensor], Tensor], weights: Sequence[PackedWeight]
 ) -> Callable[[Tensor], Tensor]:
     """`linear` on rounded inputs, where the native tier would round them for these stacked `weights`."""
-    kinds = {weight.kind for weight in weights}
-    if len(kinds) > 1 or not kinds <= ROUNDED_FOR:
+    if in_one_kind(weights)[0].kind not in ROUNDED_FOR:
         return linear
     return lambda x: linear(rounded_to_bytes(x))

@@ -318,7 +318,9 @@ class Pool {
 
 // ---- weights ------------------------------------------------------------------------------------------------------
 
-enum Kind : int32_t { F32, F16, BF16, Q8_0, Q4_0, Q4_1, NUM_KINDS };
+enum Kind : int32_t { F32, F16, BF16, Q8_0, Q4_0, Q4_1, W4, W8, NUM_KINDS };
+
+static bool meets_bytes(int kind) { return kind >= Q8_0 && kind <= W4; }
 
 struct Matrix {
     int32_t kind, rows, cols, reserved;
@@ -343,9 +345,14 @@ static INLINE vfloat dense_f32(const uint8_t* p) { return load<vfloat>(p); }
 static INLINE vfloat dense_f16(const uint8_t* p) { return load_f16((const uint16_t*)p); }
 static INLINE vfloat dense_bf16(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
 
+static INLINE vfloat load_scale(const uint16_t* p) { return load_f16(p); }
+static INLINE vfloat load_scale(const float* p) { return load<vfloat>(p); }
+
 // d[16] half, then q[8][16] words of four bytes: byte b of word g is column 8 b + g, stored as q + 128. Bytes are not
 // shifted down: 256^b (q + 128) meets d / 256^b, and 128 d comes off again; all of it is exact.
 struct FormatQ8_0 {
+    using Scale = uint16_t;
+    static constexpr bool HAS_MIN = false;
     static constexpr int GROUPS = 4, GROUP = 8, SCALES = PANEL * 2, BYTES = SCALES + PANEL * QBLOCK;
     struct Block {
         vfloat d, m;
@@ -369,17 +376,20 @@ struct FormatQ8_0 {
     };
 };
 
-// d[16] half, m[16] half when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 4 j + g.
+// d[16] of Scale_, m[16] of it when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 4 j + g.
 // Nibbles are not shifted down: 16^j q meets d / 16^j, which is exact and gives the same product.
-template <bool HAS_MIN> struct FormatQ4 {
-    static constexpr int GROUPS = 8, GROUP = 4, SCALES = PANEL * (HAS_MIN ? 4 : 2), BYTES = SCALES + PANEL * 16;
+template <bool HAS_MIN_, class Scale_ = uint16_t> struct FormatQ4 {
+    using Scale = Scale_;
+    static constexpr bool HAS_MIN = HAS_MIN_;
+    static constexpr int GROUPS = 8, GROUP = 4, SCALES = PANEL * sizeof(Scale) * (HAS_MIN ? 2 : 1);
+    static constexpr int BYTES = SCALES + PANEL * 16;
     struct Block {
         vfloat d, m;
         const uint8_t* q;
         uint32_t mask;
         INLINE void open(const uint8_t* panel, int part) {
-            d = load_f16((const uint16_t*)panel + part * LANES);
-            m = HAS_MIN ? load_f16((const uint16_t*)panel + PANEL + part * LANES) : d * -8.0f;
+            d = load_scale((const Scale*)panel + part * LANES);
+            m = HAS_MIN ? load_scale((const Scale*)panel + PANEL + part * LANES) : d * -8.0f;
             q = panel + SCALES + part * LANES * 4;
             mask = 15;
         }
@@ -395,6 +405,22 @@ template <bool HAS_MIN> struct FormatQ4 {
     };
 };
 
+// d[16] float, m[16] float, q[16][16] int8: 16 columns to a scale.
+struct FormatW8 {
+    static constexpr int GROUPS = 2, GROUP = 8, SCALES = PANEL * 8, BYTES = SCALES + PANEL * 16;
+    struct Block {
+        vfloat d, m;
+        const int8_t* q;
+        INLINE void open(const uint8_t* panel, int part) {
+            d = load<vfloat>(panel + part * LANES * 4);
+            m = load<vfloat>(panel + (PANEL + part * LANES) * 4);
+            q = (const int8_t*)panel + SCALES + part * LANES;
+        }
+        template <bool LAST> INLINE vfloat at(int g) const { return fma(load_i8(q + g * PANEL), d, m); }
+        INLINE void next() { q += GROUP * PANEL; }
+    };
+};
+
 using FormatF32 = Dense<PANEL * 4, dense_f32>;
 using FormatF16 = Dense<PANEL * 2, dense_f16>;
 using FormatBF16 = Dense<PANEL * 2, dense_bf16>;
@@ -406,7 +432,9 @@ template <class Use> static INLINE auto with_format(int kind, const Use& use) {
         case BF16: return use(FormatBF16{});
         case Q8_0: return use(FormatQ8_0{});
         case Q4_0: return use(FormatQ4<false>{});
-        default: return use(FormatQ4<true>{});
+        case Q4_1: return use(FormatQ4<true>{});
+        case W4: return use(FormatQ4<true, float>{});
+        default: return use(FormatW8{});
     }
 }
 
@@ -466,9 +494,14 @@ static void pack_row(int kind, const uint8_t* src, int cols, uint8_t* panel, int
             uint8_t* q = panel + FormatQ8_0::SCALES + lane * 4;
             for (int k = 0; k < QBLOCK; k++) q[k % 8 * PANEL * 4 + k / 8] = src[2 + k] ^ 128;
         }
+    else if (kind == W8)
+        for (int b = 0; b < cols / COLS<FormatW8>; b++, src += 8 + 16, panel += FormatW8::BYTES) {
+            for (int i = 0; i < 2; i++) std::memcpy(panel + (i * PANEL + lane) * 4, src + i * 4, 4);
+            for (int k = 0; k < 16; k++) panel[FormatW8::SCALES + k * PANEL + lane] = src[8 + k];
+        }
     else
-        for (int b = 0, s = kind == Q4_1 ? 4 : 2; b < cols / QBLOCK; b++, src += s + 16) {
-            for (int i = 0; i < s / 2; i++) std::memcpy(panel + (i * PANEL + lane) * 2, src + i * 2, 2);
+        for (int b = 0, size = kind == W4 ? 4 : 2, s = kind == Q4_0 ? 2 : 2 * size; b < cols / QBLOCK; b++, src += s + 16) {
+            for (int i = 0; i < s / size; i++) std::memcpy(panel + (i * PANEL + lane) * size, src + i * size, size);
             uint8_t* q = panel + PANEL * s + lane * 4;
             for (int k = 0; k < QBLOCK; k++)
                 q[k % 4 * PANEL * 4 + k / 8] |= (src[s + k % 16] >> k / 16 * 4 & 15) << k / 4 % 2 * 4;
@@ -575,10 +608,10 @@ static INLINE void dot_block(FormatQ8_0, const uint8_t* block, const ByteGroup* 
         for (int v = 0; v < PARTS; v++) sums[r][v] -= x[r * ldx].sum_of_eights << 4;
 }
 
-template <int ROWS, bool HAS_MIN>
-static INLINE void dot_block(FormatQ4<HAS_MIN>, const uint8_t* block, const ByteGroup* x, int64_t ldx,
+template <int ROWS, bool HAS_MIN, class Scale>
+static INLINE void dot_block(FormatQ4<HAS_MIN, Scale>, const uint8_t* block, const ByteGroup* x, int64_t ldx,
                              vint (&sums)[ROWS][PARTS]) {
-    const uint8_t* q = block + FormatQ4<HAS_MIN>::SCALES;
+    const uint8_t* q = block + FormatQ4<HAS_MIN, Scale>::SCALES;
     dot_group<ROWS>(x, ldx, [&](int g, int v) {
         return load<vuint>(q + (g % 4 * PANEL + v * LANES) * 4) >> (g / 4 * 4) & 0x0f0f0f0fu;
     }, sums);
@@ -595,13 +628,13 @@ static INLINE void multiply_bytes_tile(const uint8_t* block, const ByteGroup* x,
         vint sums[ROWS][PARTS];
         dot_block<ROWS>(F{}, block, x, ldx, sums);
         for (int v = 0; v < PARTS; v++) {
-            const vfloat d = load_f16((const uint16_t*)block + v * LANES);
+            const vfloat d = load_scale((const typename F::Scale*)block + v * LANES);
             for (int r = 0; r < ROWS; r++)
                 acc[r][v] = fma(d * __builtin_convertvector(sums[r][v], vfloat), splat(x[r * ldx].scale), acc[r][v]);
         }
-        if constexpr (std::is_same_v<F, FormatQ4<true>>)
+        if constexpr (F::HAS_MIN)
             for (int v = 0; v < PARTS; v++) {
-                const vfloat m = load_f16((const uint16_t*)block + PANEL + v * LANES);
+                const vfloat m = load_scale((const typename F::Scale*)block + PANEL + v * LANES);
                 for (int r = 0; r < ROWS; r++) acc[r][v] = fma(m, splat(x[r * ldx].scaled_sum), acc[r][v]);
             }
     }
@@ -986,7 +1019,7 @@ class Model {
 
     void linear(const Matrix& w, const float* x, int rows, Epilogue epilogue, float* y) {
         const Output out{epilogue, y, epilogue == SILU_GATE ? w.rows / 2 : w.rows, w.rows, w.bias};
-        const bool in_bytes = config.byte_activations && w.kind >= Q8_0;
+        const bool in_bytes = config.byte_activations && meets_bytes(w.kind);
         (in_bytes ? multiply_bytes : multiply)(workers, w, x, w.cols, rows, out);
     }
 
@@ -1292,7 +1325,8 @@ void tidegate_use_huge_pages(void* start, int64_t num_bytes) {
 
 // Bytes of a packed matrix; -1 when this kind or number of columns cannot be packed.
 int64_t tidegate_packed_bytes(int kind, int rows, int cols) {
-    if (kind < 0 || kind >= NUM_KINDS || rows < 1 || cols < 1 || (kind >= Q8_0 && cols % QBLOCK)) return -1;
+    if (kind < 0 || kind >= NUM_KINDS || rows < 1 || cols < 1) return -1;
+    if (with_format(kind, [&](auto f) { return cols % COLS<decltype(f)>; })) return -1;
     return (rows + PANEL - 1) / PANEL * panel_bytes(kind, cols);
 }
 
@@ -1308,7 +1342,7 @@ void tidegate_pack(int kind, const uint8_t* src, int64_t row_bytes, const int64_
 const char* tidegate_linear(const Matrix* w, const float* x, int m, float* y, int threads, int byte_activations) try {
     Workers workers(threads);
     const Output out{STORE, y, w->rows, w->rows, w->bias};
-    (byte_activations && w->kind >= Q8_0 ? multiply_bytes : multiply)(workers, *w, x, w->cols, m, out);
+    (byte_activations && meets_bytes(w->kind) ? multiply_bytes : multiply)(workers, *w, x, w->cols, m, out);
     return nullptr;
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
 

@@ -21,14 +21,6 @@ from typing import Any
 
 from backend.cpu.native_abi import Config, DrawRule, Matrix, Step
 
-KINDS = (
-    "F32",
-    "F16",
-    "BF16",
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-)  # in the order of `enum Kind`; others become F32
 BUILD_TIMEOUT_S = 180
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]

@@ -32,23 +32,21 @@ class Llama:
     is_batch_invariant = False  # matrix products of other sizes sum in another order
 
     def __init__(
-        self,
-        weights: LlamaWeights,
-        dtype: torch.dtype,
-        quantization: str = "none",
-        activations: str = "float32",
+        self, weights: LlamaWeights, dtype: torch.dtype, activations: str = "float32"
     ) -> None:
         """`activations`: "int8" gives what the native tier gives then, with dtype float32; it saves no time here."""
         config = weights.config
 
         def make(stack: Sequence[PackedWeight]) -> Linear:
-            linear = make_linear(stack, dtype, quantization)
+            linear = make_linear(stack, dtype)
             return rounding_first(linear, stack) if activations == "int8" else linear
 
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
         self.window = config.window
-        self.fingerprint = f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{quantization}-{activations}"
+        self.fingerprint = (
+            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{activations}"
+        )
         self._embedding = weights.embed.dequantize().mul_(config.embedding_scale).to(dtype)
         self._layers = [
             _Layer(layer, config, index, dtype, make) for index, layer in enumerate(weights.layers)

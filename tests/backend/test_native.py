@@ -17,7 +17,13 @@ from backend.cpu.activations import ROUNDED_FOR, rounded_to_bytes
 from backend.cpu.native import NativeUnavailableError
 from backend.cpu.native_matrix import KINDS, native_linear, pack_matrix
 from backend.cpu.packed import PackedWeight
-from tests.backend.native_weights import extreme_weight, random_rows, random_weight
+from tests.backend.native_weights import (
+    GGUF_BLOCKS,
+    extreme_weight,
+    random_blocks,
+    random_rows,
+    random_weight,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,12 +92,45 @@ def test_a_group_that_is_not_finite_makes_its_row_nan_and_no_other(value: float)
         assert out.isnan().any(dim=1).tolist() == [False, False, True, False, False]
 
 
-def test_a_kind_without_a_kernel_is_kept_as_float32():
-    weight = random_weight("Q5_1", 32, 64)
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_a_product_of_any_gguf_blocks_equals_torch_on_the_dequantized_weight(kind: str):
+    weight = random_blocks(kind, 20)
+    x = random_rows(2, weight.shape[1])
+    expected = x.double() @ weight.dequantize().double().T
+    got = native_linear(x, pack_matrix([weight]))
+    assert KINDS[pack_matrix([weight]).struct.kind] != "F32"
+    torch.testing.assert_close(
+        got.double(), expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item()
+    )
+
+
+@pytest.mark.parametrize(("kind", "kept_as"), [("Q5_0", "Q8_0"), ("Q5_1", "W8")])
+def test_a_kind_without_a_kernel_is_kept_in_one_that_holds_it(kind: str, kept_as: str):
+    weight = random_weight(kind, 32, 64)
     packed = pack_matrix([weight])
-    assert KINDS[packed.struct.kind] == "F32"
+    assert KINDS[packed.struct.kind] == kept_as
     x = random_rows(3, 64)
     torch.testing.assert_close(native_linear(x, packed), x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept_as"),
+    [
+        (("Q5_0", "Q8_0"), "Q8_0"),
+        (("Q4_1", "W4"), "W4"),
+        (("Q8_0", "Q4_1"), "W8"),
+        (("Q8_0", "BF16"), "F32"),
+        (("F16", "F32"), "F32"),
+    ],
+)
+def test_a_stack_of_mixed_kinds_is_kept_in_one_that_holds_them_all(
+    kinds: tuple[str, str], kept_as: str
+):
+    weights = [random_weight(kind, 16, 64, seed) for seed, kind in enumerate(kinds)]
+    packed, x = pack_matrix(weights), random_rows(3, 64)
+    assert KINDS[packed.struct.kind] == kept_as
+    expected = x @ torch.cat([w.dequantize() for w in weights]).T
+    torch.testing.assert_close(native_linear(x, packed), expected)
 
 
 def test_stacked_matrices_answer_side_by_side_in_the_asked_order():
