@@ -59,7 +59,7 @@ def load_model(
         quantization: "auto": weights as the file has them; "none": all dense; "w8" or "w4": the layers' matrices in
             that format (`backend.quant`); "w8a8": "w8" with activations "int8".
         activations: "float32" or "auto": they meet the weights as they are; "int8": rounded to bytes first, 32 columns
-            to a scale, where the weights are in blocks (Q8_0, Q4_0, Q4_1); needs float32.
+            to a scale, where the weights are in blocks (`activations.ROUNDED_FOR`); needs float32.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
