@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
+from cache.responses import NoResponseCache
 from cache.store import Store
 from gateway.accounting import Accounting, RequestMeter
 from gateway.auth import Authenticator
@@ -39,7 +40,7 @@ from gateway.router.routes import Routes
 from gateway.telemetry import Telemetry
 from plugins.errors import GatewayError, MethodNotAllowed, NotFound
 from plugins.events import Request
-from plugins.interfaces import Principal, Provider, ProviderSettings, Runtime
+from plugins.interfaces import Objective, Principal, Provider, ProviderSettings, Runtime
 
 log = logging.getLogger("tidegate")
 
@@ -68,6 +69,7 @@ class Gateway:
             limiter=LocalLimiter(clock),
             filters=FilterChain(parts.filters),
             transforms=tuple(parts.transforms),
+            response_cache=NoResponseCache(),
             routes=self.routes,
             dispatcher=Dispatcher(self.queue, asyncio.sleep, random.Random()),
             open_meter=self._open_meter,
@@ -95,7 +97,10 @@ class Gateway:
             endpoint.authenticator = authenticator
 
     def _load_routes(self, config: Config) -> None:
-        self.routes.load((m.name, tuple(m.targets), m.policy) for m in config.models)
+        self.routes.load(
+            (m.name, tuple(m.targets), m.policy, Objective(m.slo.ttft_ms, m.slo.tpot_ms))
+            for m in config.models
+        )
 
     def _open_meter(self, request: Request, principal: Principal) -> RequestMeter:
         return RequestMeter(request, principal, self.accounting)

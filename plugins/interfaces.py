@@ -95,6 +95,14 @@ class ProcessSpec:
     restart_backoff_s: float = 0.5  # doubled at each quick death, up to 10 s
 
 
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """How fast answers of a model are meant to be: `slo` of its `[[models]]` entry. None: nothing is asked."""
+
+    ttft_ms: float | None = None  # to the first token
+    tpot_ms: float | None = None  # from one token to the next
+
+
 @dataclass(slots=True)
 class Call:
     """One attempt at one target."""
@@ -105,6 +113,7 @@ class Call:
     )
     verbatim: bool = False  # same dialect, and nothing needs to see content: answer in `Verbatim`
     attempt: int = 1
+    objective: Objective = Objective()
 
 
 class Provider(Protocol):
@@ -253,8 +262,17 @@ class Limiter(Protocol):
 
 
 class ResponseCache(Protocol):
-    async def get(self, request: Request, principal: Principal) -> list[Event] | None: ...
+    """Whole answers, asked for after the filters and before a provider is chosen."""
+
+    @property
+    def enabled(self) -> bool:
+        """False: nothing is asked or kept, and answers may pass as bytes."""
+        ...
+
+    async def get(self, request: Request, principal: Principal) -> list[Event] | None:
+        """A whole answer, `Usage` and `Finished` included, or None. Must not raise: a cache that fails has nothing."""
+        ...
 
     async def put(self, request: Request, principal: Principal, events: list[Event]) -> None:
-        """Stores complete answers only."""
+        """Called once for each answer that came to its end, with all that the client was sent. Must not raise."""
         ...

@@ -50,6 +50,11 @@ class Model(Protocol):
         int | None
     )  # every layer reads this many tokens back at most; None: some layer reads them all
     fingerprint: str  # weights, quantization and dtype: part of every prefix-cache key
+    # How many tokens back any layer looks, the token itself included; None: some layer looks back to the beginning.
+    # Blocks behind it are taken away, and their entries of `block_tables` lead to a block of zeros.
+    window: int | None
+    # A row's logits have the same bits whatever its batch mates and wherever its prompt was cut into chunks.
+    is_batch_invariant: bool
 
     def kv_bytes_per_block(self, block_size: int) -> int: ...
 

@@ -73,6 +73,9 @@ class NativeLlama:
     tokens are not contiguous.
     """
 
+    window: int | None = None
+    is_batch_invariant = True
+
     def __init__(
         self,
         config: ModelConfig,

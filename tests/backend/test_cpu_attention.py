@@ -34,6 +34,9 @@ def reference(
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
+PLAIN = Scoring()
+
+
 def check(
     spans: list[Span],
     heads: tuple[int, int] = (6, 2),

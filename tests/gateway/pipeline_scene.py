@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
+from cache.responses import NoResponseCache
 from gateway.accounting import RequestMeter
 from gateway.filters import FilterChain
 from gateway.limits import LocalLimiter
@@ -15,9 +16,11 @@ from gateway.router.dispatch import Dispatcher
 from gateway.router.routes import Routes
 from plugins.events import Event, Request
 from plugins.interfaces import (
+    Objective,
     Principal,
     ProviderSettings,
     RequestFilter,
+    ResponseCache,
     TransformFactory,
     UsageRecord,
 )
@@ -47,6 +50,7 @@ class Scene:
         filters: Sequence[RequestFilter] = (),
         transforms: Sequence[TransformFactory] = (),
         on_error: str = "block",
+        response_cache: ResponseCache | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.ledger = Ledger(self.clock)
@@ -54,11 +58,14 @@ class Scene:
         self.limiter = LocalLimiter(self.clock)
         table = {p.name: (ProviderSettings(p.name, "s", max_retries=0), p) for p in providers}
         routes = Routes(table, self.clock)
-        routes.load([("m", tuple(f"{p.name}/up" for p in providers), "ordered")])
+        routes.load(
+            [("m", tuple(f"{p.name}/up" for p in providers), "ordered", Objective(400, 50))]
+        )
         self.pipeline = Pipeline(
             limiter=self.limiter,
             filters=FilterChain([(PluginRules("f", on_error, 0.05), f) for f in filters]),
             transforms=[(PluginRules("t", on_error), t) for t in transforms],
+            response_cache=response_cache or NoResponseCache(),
             routes=routes,
             dispatcher=Dispatcher(OnlineQueue(10, 1), self.clock.sleep, random.Random(0)),
             open_meter=lambda request, who: RequestMeter(request, who, self.ledger),  # type: ignore[arg-type]
