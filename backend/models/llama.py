@@ -27,7 +27,6 @@ __all__ = ["Llama", "LlamaLayerWeights", "LlamaWeights", "read_llama_weights"]
 class Llama:
     """Implements `backend.models.batch.Model`."""
 
-    window: int | None = None
     is_batch_invariant = False  # matrix products of other sizes sum in another order
 
     def __init__(

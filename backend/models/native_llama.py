@@ -87,7 +87,6 @@ class NativeLlama:
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_position = max_position or config.max_position
-        self.window: int | None = None
         self.fingerprint = f"{weights.fingerprint}-native-f32"
         self.threads = threads or native.default_threads()
         self._arena = Arena()
