@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from backend.chat_reader import ChatReader, ChatTemplate, chat_reader
+from backend.engine.config import EngineConfig
 from backend.engine_thread import Engine
-from backend.options import WorkerSettings
+from backend.options import EngineOptions, WorkerSettings
 from backend.prompts import PromptReader, Tokenizer
 from backend.protocol import Ready
 from backend.worker_server import WorkerServer
@@ -164,10 +165,12 @@ def load_engine(settings: WorkerSettings) -> Loaded:
 
     options = settings.options
     try:
+        path = _model_path(settings)
         loaded = load_model(
-            _model_path(settings),
+            path,
             dtype=options.dtype,
             quantization=options.quantization,
+            activations=options.activations,
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
@@ -175,7 +178,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         engine = LLMEngine(
             loaded.model,
             loaded.tokenizer,
-            options.engine_config(),
+            _engine_config(options, path),
             draft_model=_load_draft(settings, loaded.tokenizer),
         )
         template = _template(settings, loaded.tokenizer) or loaded.chat_template
@@ -193,6 +196,14 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     )
 
 
+def _engine_config(options: EngineOptions, path: Path) -> EngineConfig:
+    from backend.models.pooling import stated_pooling
+
+    config = options.engine_config()
+    stated = stated_pooling(path) if options.pooling == "auto" else None
+    return msgspec.structs.replace(config, pooling=stated) if stated else config
+
+
 def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | None:
     """The model that guesses tokens for the other. ValueError when it does not know the same ones."""
     from backend.models.loader import load_model
@@ -204,6 +215,7 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
         Path(options.draft_path),
         dtype=options.dtype,
         quantization=options.quantization,
+        activations=options.activations,
         threads=settings.threads,
     )
     token_ids = range(tokenizer.vocab_size)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backend.cpu.activations import rounding_first
 from backend.cpu.attention import AttentionPlan, plan_attention
 from backend.cpu.linear import Linear, make_linear
 from backend.cpu.packed import PackedWeight
@@ -30,17 +31,21 @@ class Llama:
     is_batch_invariant = False  # matrix products of other sizes sum in another order
 
     def __init__(
-        self, weights: LlamaWeights, dtype: torch.dtype, quantization: str = "none"
+        self, weights: LlamaWeights, dtype: torch.dtype, activations: str = "float32"
     ) -> None:
-        def make(stacked: Sequence[PackedWeight]) -> Linear:
-            return make_linear(stacked, dtype, quantization)
-
+        """`activations`: "int8" gives what the native tier gives then, with dtype float32; it saves no time here."""
         config = weights.config
+
+        def make(stack: Sequence[PackedWeight]) -> Linear:
+            linear = make_linear(stack, dtype)
+            return rounding_first(linear, stack) if activations == "int8" else linear
+
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
         self.window = config.window
+        self.hidden_size = config.hidden_size
         self.fingerprint = (
-            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{quantization}"
+            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{activations}"
         )
         self._embedding = weights.embed.dequantize().mul_(config.embedding_scale).to(dtype)
         self._layers = [
@@ -63,16 +68,23 @@ class Llama:
         values = [torch.zeros(shape, dtype=self.dtype) for _ in layers]
         return KVCache(keys, values, block_size)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self.logits(self.hidden_states(batch, kv))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._lm_head(hidden.to(self.dtype)).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else softcapped(logits, cap)
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
         step = AttentionStep(batch.slot_mapping, kv, self._plans(batch, kv), self._rotations(batch))
         x = self._embedding.index_select(0, batch.token_ids)
         for layer in self._layers:
             x = layer(x, step)
         x = x.index_select(0, batch.logits_rows)
-        logits = self._lm_head(rms_normed(x, self._norm, self.config.rms_norm_eps)).float()
-        cap = self.config.logit_softcap
-        return logits if cap is None else softcapped(logits, cap)
+        return rms_normed(x, self._norm, self.config.rms_norm_eps).float()
 
     def _plans(self, batch: Batch, kv: KVCache) -> dict[int | None, AttentionPlan]:
         """One for all windows that no context of this step outgrows."""

@@ -123,6 +123,26 @@ def test_a_mixed_step_equals_the_portable_model(model: NativeLlama):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+def test_hidden_states_and_the_head_make_the_same_bits_as_a_step(model: NativeLlama):
+    batch = make_batch((ids(9), 0, [0]), (ids(2, seed=1), 0, [1]), every_row=True)
+    hidden = model.hidden_states(batch, model.new_kv_cache(2, BLOCK_SIZE))
+    logits = model.forward(batch, model.new_kv_cache(2, BLOCK_SIZE))
+    assert torch.equal(model.logits(hidden), logits)
+
+
+def test_hidden_states_equal_those_of_the_portable_model(model: NativeLlama):
+    batch = make_batch((ids(30), 0, [0, 1]), every_row=True)
+    models = model, Llama(random_weights(), torch.float32)
+    results = [m.hidden_states(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_takes_no_rows_and_refuses_rows_of_another_width(model: NativeLlama):
+    assert model.logits(torch.empty(0, CONFIG.hidden_size)).shape == (0, CONFIG.vocab_size)
+    with pytest.raises(ValueError, match="hidden must be"):
+        model.logits(torch.empty(1, 3))
+
+
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q5_0"])
 def test_other_weight_formats_equal_the_portable_model(kind: str):
     config = dataclasses.replace(CONFIG, hidden_size=256, num_heads=8, intermediate_size=256)
@@ -131,6 +151,28 @@ def test_other_weight_formats_equal_the_portable_model(kind: str):
     models = NativeLlama(config, weights, threads=1), Llama(weights, torch.float32)
     results = [m.forward(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_rounded_activations_follow_the_portable_model(kind: str):
+    """Inputs that differ in their last bit may round to different bytes, so the two are near, not equal."""
+    weights, batch = random_weights(kind), make_batch((ids(20), 0, [1, 0]), every_row=True)
+    models = (
+        NativeLlama(CONFIG, weights, threads=1, activations="int8"),
+        Llama(weights, torch.float32, activations="int8"),
+        Llama(weights, torch.float32),
+    )
+    native_, portable, exact = (m.forward(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models)
+    assert (native_ - portable).abs().mean() < 0.3 * (exact - portable).abs().mean()
+
+
+def test_rounded_activations_change_no_bit_of_a_row_with_its_neighbours():
+    model = NativeLlama(CONFIG, random_weights(), threads=2, activations="int8")
+    kv = model.new_kv_cache(100, BLOCK_SIZE)
+    sequences = [(ids(10 + 7 * i, seed=i), list(range(8 * i, 8 * i + 8))) for i in range(11)]
+    together = model.forward(make_batch(*((prompt, 0, table) for prompt, table in sequences)), kv)
+    alone = [model.forward(make_batch((prompt, 0, table)), kv) for prompt, table in sequences]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_an_untied_head_is_used(model: NativeLlama):
