@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from backend.models.families import FAMILIES, Family
 from backend.options import EngineOptions
 from gateway import config_schema
 from gateway.cli import build_parser
@@ -51,6 +52,12 @@ def test_every_config_key_is_on_the_configuration_page(key: str) -> None:
 @pytest.mark.parametrize("key", EngineOptions.__struct_fields__)
 def test_every_key_of_the_engine_table_is_on_its_page(key: str) -> None:
     assert f"`{key}`" in PAGES["engine.md"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_model_family_is_in_the_table_by_its_names(family: Family) -> None:
+    for name in (*family.hf_names, *family.gguf_names):
+        assert f"`{name}`" in PAGES["engine.md"]
 
 
 def _error_classes() -> list[type[errors.GatewayError]]:

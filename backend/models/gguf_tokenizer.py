@@ -79,8 +79,12 @@ def _wrap(
         eos_ids=_end_ids(metadata, vocabulary),
         prefix=[bos_id] if adds_bos and bos_id is not None else [],
         suffix=[eos_id] if adds_eos and eos_id is not None else [],
-        space_prefix=spm and metadata.get("tokenizer.ggml.add_space_prefix", True),
+        space_prefix=spm and _space_prefix(metadata),
     )
+
+
+def _space_prefix(metadata: Mapping[str, Any]) -> bool:
+    return bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
 
 
 def _token_types(metadata: Mapping[str, Any], count: int) -> list[TokenType]:
@@ -122,19 +126,26 @@ def _build_core(
         core = _spm_core(metadata, vocabulary.tokens, ids)
     else:
         core = _byte_level_core(metadata, ids)
-    core.add_tokens(_added(vocabulary, TokenType.USER_DEFINED))
+    spaces_become_letters = vocabulary.spelling == "spm" and not _space_prefix(metadata)
+    core.add_tokens(_added(vocabulary, TokenType.USER_DEFINED, spaces_become_letters))
     if parse_special:
-        core.add_special_tokens(_added(vocabulary, TokenType.SPECIAL))
+        core.add_special_tokens(_added(vocabulary, TokenType.SPECIAL, False))
     return core
 
 
-def _added(vocabulary: Vocabulary, wanted: TokenType) -> list[AddedToken]:
+def _added(
+    vocabulary: Vocabulary, wanted: TokenType, spaces_become_letters: bool
+) -> list[AddedToken]:
     """Texts that the library finds before it splits; handed over at once, for it builds an automaton each time.
 
     A run of spaces (Gemma) is looked for where spaces have become the letter that stands for them.
     """
     return [
-        AddedToken(token, normalized=not token.strip(" "), special=wanted is TokenType.SPECIAL)
+        AddedToken(
+            token,
+            normalized=spaces_become_letters and not token.strip(" "),
+            special=wanted is TokenType.SPECIAL,
+        )
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
         if kind is wanted and token
     ]
@@ -186,7 +197,7 @@ def _spm_core(metadata: Mapping[str, Any], tokens: Sequence[str], ids: dict[str,
         )
     )
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _space_prefix(metadata):
         steps.insert(0, normalizers.Prepend("▁"))
     core.normalizer = normalizers.Sequence(steps)
     return core

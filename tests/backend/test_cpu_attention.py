@@ -12,6 +12,7 @@ from backend.cpu.attention import Scoring, attend, plan_attention, write_cache
 
 DIM = 8
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+PLAIN = Scoring()
 Span = tuple[int, int]  # new rows, context with them
 
 

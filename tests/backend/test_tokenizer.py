@@ -209,6 +209,47 @@ def test_user_defined_tokens_are_text_that_is_always_one_token() -> None:
     assert not tokenizer.is_special(last)
 
 
+GEMMA = {
+    "model": "llama",
+    "tokens": ["<bos>", "<eos>", "<unk>", "  ", "   ", "\n\n", "▁", "a", "b", "\n", "▁b"]
+    + [f"<0x{byte:02X}>" for byte in range(256)],
+    "token_type": [3, 3, 3, 4, 4, 4, 1, 1, 1, 4, 1] + [6] * 256,
+    "scores": [-1000.0] * 6 + [-1.0, -2.0, -3.0, -1000.0, -4.0] + [0.0] * 256,
+    "merges": None,
+    "pre": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "unknown_token_id": 2,
+    "add_space_prefix": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a b", ["a", " b"]),
+        ("a  b", ["a", "  ", "b"]),
+        ("a    b", ["a", "   ", " b"]),
+        ("a\n\nb", ["a", "\n\n", "b"]),
+        ("a ▁b", ["a", "  ", "b"]),  # SentencePiece takes that letter for a space
+        (" a", [" ", "a"]),
+    ],
+)
+def test_gemmas_runs_of_spaces_are_one_token(text: str, wanted: list[str]) -> None:
+    assert pieces(text, **GEMMA) == wanted
+    tokenizer = tokenizer_from_gguf(metadata(**GEMMA), "x")
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+    assert tokenizer.encode(f"<bos>{text}", add_special=True)[:2].count(0) == 1
+
+
+def test_a_folders_added_runs_of_spaces_are_spaces(spm_folder: Path) -> None:
+    core = spm_core()
+    core.add_tokens([AddedToken("▁▁", normalized=False)])
+    core.save(str(spm_folder / "tokenizer.json"))
+    tokenizer = tokenizer_from_folder(spm_folder)
+    assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"  "
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

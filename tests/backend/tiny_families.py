@@ -65,14 +65,18 @@ def gguf_model(name: str, folder: Path) -> Llama:
     return model_of(GGUFCheckpoint(GGUFFile(write_gguf(name, folder / f"{name}.gguf"))))
 
 
-def write_gguf(name: str, path: Path) -> Path:
-    """As llama.cpp's converter writes it, by the gguf package's own table of tensor names."""
+def write_gguf(name: str, path: Path, *, stacked: bool = True) -> Path:
+    """As llama.cpp's converter writes it, by the gguf package's own table of tensor names.
+
+    `stacked=False` names the tensors of experts as its first version did.
+    """
     config, arch = settings(name), GGUF_ARCHS[name]
     writer = gguf.GGUFWriter(path, arch)
     _write_settings(writer, config)
     names = gguf.get_tensor_name_map(_arch_id(arch), config["num_hidden_layers"])
-    for stored, tensor in _stacked(_as_gguf_holds_them(name, config)).items():
-        gguf_name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+    held = _as_gguf_holds_them(name, config)
+    for stored, tensor in (_stacked(held) if stacked else held).items():
+        gguf_name = _old_expert_name(stored) or names.get_name(stored, (".weight", ".bias"))
         assert gguf_name is not None, stored
         writer.add_tensor(gguf_name, np.ascontiguousarray(tensor.float().numpy()))
     writer.write_header_to_file()
@@ -80,6 +84,14 @@ def write_gguf(name: str, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _old_expert_name(stored: str) -> str | None:
+    found = re.fullmatch(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(w[123])\.weight", stored)
+    if found is None:
+        return None
+    part = {"w1": "gate", "w2": "down", "w3": "up"}[found[3]]
+    return f"blk.{found[1]}.ffn_{part}.{found[2]}.weight"
 
 
 def _arch_id(arch: str) -> gguf.MODEL_ARCH:
