@@ -22,6 +22,7 @@ from backend.engine.params import (
     GenerationRequest,
     InvalidGeneration,
     StepOutput,
+    TokenConstraint,
     TokenLogprob,
     check_params,
     check_token_ids,
@@ -145,7 +146,7 @@ class LLMEngine:
         self._totals["steps"] += 1
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
-            masks = self._masks.begin([item.request.grammar for item in rows if item.num_draws])
+            masks = self._masks.begin(_masks_wanted(rows))
             logits = self._run(rows)[:, : self.vocab_size]
             masks.result()
         except Exception as exc:
@@ -277,6 +278,14 @@ class LLMEngine:
         self._scheduler.finish(request)
         if not self._requests:
             self._pool.check_integrity(())
+
+
+def _masks_wanted(rows: list[Rows]) -> list[tuple[TokenConstraint, list[int]]]:
+    return [
+        (item.request.grammar, item.request.drafts.token_ids)
+        for item in rows
+        if item.num_draws and item.request.grammar is not None
+    ]
 
 
 def _why_no_draw(request: EngineRequest) -> str:

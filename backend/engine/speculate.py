@@ -35,6 +35,8 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
+    """What a grammar leaves no choice about, else what followed before."""
+
     def __init__(self) -> None:
         self._histories: dict[str, TokenHistory] = {}
 
@@ -42,8 +44,13 @@ class NgramDrafter:
         history = self._histories.get(request.request_id)
         if history is None:
             history = self._histories[request.request_id] = TokenHistory()
-        request.drafts.token_ids = history.continuation(request.token_ids, limit)
-        return len(request.drafts.token_ids)
+        grammar = request.grammar
+        guesses = grammar.forced()[:limit] if grammar is not None else []
+        guesses = guesses or history.continuation(request.token_ids, limit)
+        if grammar is not None:
+            del guesses[grammar.num_legal(guesses) :]
+        request.drafts.token_ids = guesses
+        return len(guesses)
 
     def propose(self, requests: Sequence[EngineRequest]) -> None:
         """They have theirs since `plan`."""
@@ -64,14 +71,12 @@ class Speculator:
         self._cost = StepCost()
 
     def plan(self, running: Sequence[EngineRequest]) -> None:
-        """Set `drafts.num_wanted` of every running request; 0 where a grammar rules: masks are made for one row."""
+        """Set `drafts.num_wanted` of every running request."""
         for request in running:
             request.drafts.clear()
         decoding = [request for request in running if request.num_wanted_tokens == 1]
-        guessable = [request for request in decoding if request.grammar is None]
-        num_others = len(decoding) - len(guessable)
-        seconds = self._cost.with_guesses(len(guessable), num_others) if guessable else []
-        for request in guessable:
+        seconds = self._cost.with_guesses(len(decoding)) if decoding else []
+        for request in decoding:
             limit = min(
                 guesses_worth(request.drafts.acceptance, seconds),
                 request.max_output_tokens - request.num_output_tokens - 1,
@@ -152,11 +157,10 @@ class StepCost:
         if num_guesses:
             self._seconds_per_guess += 0.1 * (seconds / num_guesses - self._seconds_per_guess)
 
-    def with_guesses(self, num_requests: int, num_others: int = 0) -> list[float]:
-        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses, and `num_others` none."""
+    def with_guesses(self, num_requests: int) -> list[float]:
+        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses."""
         return [
-            self._of(num_others + num_requests * (1 + k))
-            + num_requests * k * self._seconds_per_guess
+            self._of(num_requests * (1 + k)) + num_requests * k * self._seconds_per_guess
             for k in range(MAX_DRAFTS + 1)
         ]
 
