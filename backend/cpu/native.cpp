@@ -617,7 +617,8 @@ struct Step {
     const int64_t* logits_rows;
     float* const* keys;    // a layer: [kv_heads, num_blocks, block_size / 16, head_dim, 16], 16 keys side by side
     float* const* values;  // a layer: [kv_heads, num_blocks, block_size, head_dim]
-    float* logits;         // [num_logits, vocab]
+    float* logits;         // [num_logits, vocab], or null
+    float* hidden_states;  // [num_logits, hidden] behind the last norm, or null
 };
 
 constexpr int KEY_TILE = 64;    // keys between two rescalings of the running softmax
@@ -873,8 +874,16 @@ class Model {
             linear(layer.gate_up, norm_rows(x, layer.mlp_norm, rows), rows, SILU_GATE, act);
             linear(layer.down, act, rows, ADD, x);
         }
-        linear(config.lm_head, norm_rows(x, config.norm, rows), rows, STORE, step.logits);
+        const float* normed = norm_rows(x, config.norm, rows);
+        if (step.hidden_states) std::copy_n(normed, int64_t(rows) * hidden, step.hidden_states);
+        if (step.logits) linear(config.lm_head, normed, rows, STORE, step.logits);
         return nullptr;
+    }
+
+    void logits(const float* hidden_states, int rows, float* out) {
+        workers.pool.begin_step();
+        linear(config.lm_head, hidden_states, rows, STORE, out);
+        workers.pool.end_step();
     }
 
     int64_t attention_floats() const {
@@ -933,5 +942,11 @@ void tidegate_model_free(void* model) { delete static_cast<Model*>(model); }
 // Null on success, else the name of the field that points outside, or "out of memory". One caller at a time.
 const char* tidegate_forward(void* model, const Step* step) try {
     return static_cast<Model*>(model)->step(*step);
+} catch (const std::exception&) { return OUT_OF_MEMORY; }
+
+// logits [rows, vocab] of hidden states [rows, hidden] behind the last norm. Null on success. One caller at a time.
+const char* tidegate_logits(void* model, const float* hidden_states, int rows, float* logits) try {
+    static_cast<Model*>(model)->logits(hidden_states, rows, logits);
+    return nullptr;
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
 }

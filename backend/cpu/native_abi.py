@@ -49,5 +49,5 @@ class Step(ctypes.Structure):
         *_fields(
             ctypes.c_void_p, "token_ids positions slots query_start context_lens block_tables"
         ),
-        *_fields(ctypes.c_void_p, "logits_rows keys values logits"),
+        *_fields(ctypes.c_void_p, "logits_rows keys values logits hidden_states"),
     ]

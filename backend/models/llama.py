@@ -121,6 +121,7 @@ class Llama:
         config = weights.config
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
+        self.hidden_size = config.hidden_size
         self.fingerprint = (
             f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{quantization}"
         )
@@ -142,8 +143,15 @@ class Llama:
         values = [torch.zeros(shape, dtype=self.dtype) for _ in layers]
         return KVCache(keys, values, block_size)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self.logits(self.hidden_states(batch, kv))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._lm_head(hidden.to(self.dtype)).float()
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
         plan = plan_attention(
             batch.query_start, batch.context_lens, batch.block_tables, kv.block_size, self.dtype
         )
@@ -158,7 +166,7 @@ class Llama:
             gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
             x += layer.down(F.silu(gate).mul_(up))
         x = x.index_select(0, batch.logits_rows)
-        return self._lm_head(self._normed(x, self._norm)).float()
+        return self._normed(x, self._norm).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

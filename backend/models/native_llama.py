@@ -66,7 +66,7 @@ class NativeLlama:
         threads: int | None = None,
     ) -> None:
         self.config = config
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = max_position or config.max_position
         self.fingerprint = f"{weights.fingerprint}-native-f32"
         self.threads = threads or native.default_threads()
@@ -103,18 +103,42 @@ class NativeLlama:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """-> float32 logits [num_logits, vocab_size]. Raises ValueError for a batch that points outside."""
+        logits = torch.empty(len(batch.logits_rows), self.vocab_size)
+        self._step(batch, kv, logits=logits)
+        return logits
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
+        hidden = torch.empty(len(batch.logits_rows), self.hidden_size)
+        self._step(batch, kv, hidden_states=hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(torch.float32).contiguous()
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
+            raise ValueError(f"hidden must be [rows, {self.hidden_size}], got {list(hidden.shape)}")
+        logits = torch.empty(len(hidden), self.vocab_size)
+        if len(hidden) and self._library.tidegate_logits(
+            self._handle, hidden.data_ptr(), len(hidden), logits.data_ptr()
+        ):
+            raise MemoryError(f"no memory for the logits of {len(hidden)} rows")
+        return logits
+
+    def _step(self, batch: Batch, kv: KVCache, **outputs: Tensor) -> None:
+        """`outputs`: which of `logits` and `hidden_states` to fill."""
         keys, values = self._cache_pointers(kv)
         inputs = _StepInputs(batch)
-        logits = torch.empty(len(inputs.logits_rows), self.vocab_size)
         if not len(inputs.token_ids):
-            return logits
-        step = inputs.struct(kv, keys, values, logits)
+            return
+        step = inputs.struct(kv, keys, values)
+        for name, tensor in outputs.items():
+            setattr(step, name, tensor.data_ptr())
         fault = self._library.tidegate_forward(self._handle, ctypes.byref(step))
         if fault == b"out of memory":
             raise MemoryError(f"no memory for a step of {len(inputs.token_ids)} tokens")
         if fault:
             raise ValueError(f"{fault.decode()} of this step points outside its range")
-        return logits
 
     def _struct(self, weights: LlamaWeights) -> native_abi.Config:
         c = self.config
@@ -197,9 +221,8 @@ class _StepInputs:
                 f"block_tables must be [{num_seqs}, max_blocks], got {list(self.tables.shape)}"
             )
 
-    def struct(
-        self, kv: KVCache, keys: _Pointers, values: _Pointers, logits: Tensor
-    ) -> native_abi.Step:
+    def struct(self, kv: KVCache, keys: _Pointers, values: _Pointers) -> native_abi.Step:
+        """Without the tensors to fill."""
         return native_abi.Step(
             num_tokens=len(self.token_ids),
             num_seqs=len(self.context_lens),
@@ -216,7 +239,6 @@ class _StepInputs:
             logits_rows=self.logits_rows.data_ptr(),
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
-            logits=logits.data_ptr(),
         )
 
 

@@ -57,7 +57,7 @@ class ToyModel:
     def __init__(
         self, max_position: int = 512, seed: int = 0, dim: int = 16, num_layers: int = 2
     ) -> None:
-        self.vocab_size = VOCAB_SIZE
+        self.vocab_size, self.hidden_size = VOCAB_SIZE, dim
         self.max_position = max_position
         self.fingerprint = f"toy-{seed}"
         self.num_forwards = 0
@@ -88,6 +88,12 @@ class ToyModel:
         return KVCache(keys, values, block_size)
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self.logits(self.hidden_states(batch, kv))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self._head.T).float()
+
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
         self.num_forwards += 1
         self.num_tokens_seen.append(len(batch.token_ids))
         x = self._embed[batch.token_ids] + self._place[batch.positions]
@@ -97,7 +103,7 @@ class ToyModel:
             kv.values[layer].view(-1, self._dim)[batch.slot_mapping] = v
             x = x + self._attend(q, batch, kv, layer)
             x = x + torch.tanh(x @ self._mlp[layer].T)
-        return (x[batch.logits_rows] @ self._head.T).float()
+        return x[batch.logits_rows]
 
     def _attend(self, q: Tensor, batch: Batch, kv: KVCache, layer: int) -> Tensor:
         out = torch.empty_like(q)
