@@ -160,6 +160,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     )
     from backend.engine.grammar import GrammarCompiler
     from backend.models.chat_template import TemplateError
+    from backend.models.draft_head import load_draft_head
     from backend.models.loader import ModelLoadError, load_model
 
     options = settings.options
@@ -176,6 +177,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             loaded.tokenizer,
             options.engine_config(),
             draft_model=_load_draft(settings, loaded.tokenizer),
+            draft_head=load_draft_head(Path(options.head_path)) if options.head_path else None,
         )
         template = _template(settings, loaded.tokenizer) or loaded.chat_template
     except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:

@@ -15,6 +15,7 @@ from backend.engine.config import EngineConfig, kv_cache_blocks
 from backend.engine.detokenizer import Detokenizer, EngineTokenizer
 from backend.engine.draft_model import DraftModel
 from backend.engine.grammar import MaskThread
+from backend.engine.head_drafter import HeadDrafter
 from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
 from backend.engine.params import (
@@ -34,6 +35,7 @@ from backend.engine.sampler import Guess, Sampler
 from backend.engine.scheduler import Scheduled, Scheduler
 from backend.engine.speculate import NgramDrafter, Speculator
 from backend.models.batch import Model, cdiv
+from backend.models.draft_head import DraftHead
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
@@ -54,12 +56,14 @@ class LLMEngine:
         config: EngineConfig,
         *,
         draft_model: Model | None = None,
+        draft_head: DraftHead | None = None,
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         """Allocates the KV cache. ValueError when the configured context does not fit in it, or models do not match.
 
-        `draft_model` guesses tokens for `model`; its vocabulary must be the same.
+        `draft_model` guesses tokens for `model`; its vocabulary must be the same. `draft_head` does so from the
+        hidden states of `model`, which it was trained on.
         """
         models = [model] if draft_model is None else [model, draft_model]
         bytes_per_block = sum(m.kv_bytes_per_block(config.block_size) for m in models)
@@ -77,7 +81,8 @@ class LLMEngine:
         block_rows = np.zeros((config.max_num_seqs, row_len), np.int32)
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = Sampler(self.vocab_size)
-        self._speculator = self._new_speculator(draft_model, num_blocks, block_rows)
+        self._keeps_hidden = draft_head is not None
+        self._speculator = self._new_speculator(draft_model, draft_head, num_blocks, block_rows)
         self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
@@ -147,7 +152,7 @@ class LLMEngine:
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
             masks = self._masks.begin(_masks_wanted(rows))
-            logits = self._run(rows)[:, : self.vocab_size]
+            logits, hidden = self._run(rows)
             masks.result()
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
@@ -156,9 +161,13 @@ class LLMEngine:
         end = 0
         for request_rows in rows:
             start, end = end, end + request_rows.num_logits
-            output = self._advance(request_rows, logits[start:end])
+            first_draw = end - request_rows.num_draws
+            output = self._advance(request_rows, logits[start:end, : self.vocab_size])
             if output is not None:
                 outputs.append(output)
+                if hidden is not None:
+                    last_draw = first_draw + max(0, len(output.token_ids) - 1)
+                    request_rows.request.drafts.hidden = hidden[last_draw]
         return outputs
 
     def stats(self) -> EngineStats:
@@ -179,8 +188,16 @@ class LLMEngine:
         )
 
     def _new_speculator(
-        self, draft_model: Model | None, num_blocks: int, block_rows: np.ndarray
+        self,
+        draft_model: Model | None,
+        draft_head: DraftHead | None,
+        num_blocks: int,
+        block_rows: np.ndarray,
     ) -> Speculator | None:
+        if draft_head is not None:
+            _check_head(draft_head, self._model, self.vocab_size)
+            drafter = HeadDrafter(draft_head, self._sampler)
+            return Speculator(drafter, self._clock, self.max_model_len)
         if draft_model is None:
             if self._config.speculative == "off":
                 return None
@@ -202,13 +219,16 @@ class LLMEngine:
         self._speculator.propose([r for r, _ in scheduled if r.drafts.num_granted > 0])
         return scheduled
 
-    def _run(self, rows: list[Rows]) -> np.ndarray:
-        if self._speculator is None:
-            return self._runner.run(rows)
+    def _run(self, rows: list[Rows]) -> tuple[np.ndarray, np.ndarray | None]:
+        """-> logits, and the hidden states they are made of if the drafter reads these."""
         started_s = self._clock()
-        logits = self._runner.run(rows)
-        self._speculator.record_step(rows, self._clock() - started_s)
-        return logits
+        if self._keeps_hidden:
+            logits, hidden = self._runner.run_in_two(rows)
+        else:
+            logits, hidden = self._runner.run(rows), None
+        if self._speculator is not None:
+            self._speculator.record_step(rows, self._clock() - started_s)
+        return logits, hidden
 
     def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
         """Take over what a step computed of one request -> None while its tokens are not all computed."""
@@ -292,6 +312,19 @@ def _why_no_draw(request: EngineRequest) -> str:
     if request.grammar is not None and request.grammar.error:
         return f"the grammar cannot go on: {request.grammar.error}"
     return NOT_NUMBERS
+
+
+def _check_head(head: DraftHead, model: Model, vocab_size: int) -> None:
+    if head.hidden_size != model.hidden_size:
+        raise ValueError(
+            f"the draft head reads hidden states of {head.hidden_size} numbers and the model has "
+            f"{model.hidden_size}: it was trained for another model"
+        )
+    if head.vocab_size < vocab_size or int(head.draft_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"the draft head knows {head.vocab_size} tokens and the model {vocab_size}: "
+            "it was trained for another model"
+        )
 
 
 def _context_len(config: EngineConfig, model: Model, num_blocks: int) -> int:
