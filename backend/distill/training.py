@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -34,6 +35,19 @@ class TrainingPlan:
     depth_weight: float = 0.8  # of a guess, in terms of the one before it
     learning_rate: float = 1e-3
     checkpoint_steps: int = 50
+
+
+def known_draft_ids(folder: Path) -> Tensor | None:
+    """The draft vocabulary of the checkpoint in `folder`; more answers must not change it half-way."""
+    path = folder / CHECKPOINT
+    return _read_checkpoint(path, "cpu")["head"]["draft_ids"] if path.exists() else None
+
+
+def _read_checkpoint(path: Path, device: str) -> dict[str, Any]:
+    try:
+        return torch.load(path, device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as exc:
+        raise ValueError(f"{path} is damaged; remove it to begin anew") from exc
 
 
 def new_head(model: Model, draft_ids: Tensor, vocab_size: int, inner_size: int) -> DraftHead:
@@ -124,7 +138,7 @@ class Training:
 
     def _resume(self) -> None:
         """ValueError when the checkpoint belongs to a head of another shape."""
-        state: dict[str, Any] = torch.load(self._path, self._device, weights_only=True)
+        state = _read_checkpoint(self._path, self._device)
         try:
             self.head.load_state_dict(state["head"])
         except RuntimeError as exc:
