@@ -76,6 +76,8 @@ class Speculator:
             request.drafts.clear()
         decoding = [request for request in running if request.num_wanted_tokens == 1]
         seconds = self._cost.with_guesses(len(decoding)) if decoding else []
+        if not self._cost.has_seen(len(decoding)):
+            seconds = seconds[:1]  # what guesses save must be known before what they cost
         for request in decoding:
             limit = min(
                 guesses_worth(request.drafts.acceptance, seconds),
@@ -135,7 +137,7 @@ def guesses_worth(acceptance: float, seconds: Sequence[float]) -> int:
 
 
 class StepCost:
-    """What a step of n rows takes, as measured of late; between and beyond measured numbers it is interpolated.
+    """What a step of n rows takes, as measured of late; between and beyond measured numbers it is a straight line.
 
     No formula: on a CPU kernels take rows in groups, so the cost goes up in stairs. The estimate follows faster steps
     quickly and slower ones slowly: other programs only ever make a step slower.
@@ -146,9 +148,15 @@ class StepCost:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by rows
+        self._fewest_rows = self.MAX_ROWS + 1  # of a step so far
         self._seconds_per_guess = 0.0
 
+    def has_seen(self, num_rows: int) -> bool:
+        """Whether a step of so many rows, or fewer, was measured."""
+        return self._fewest_rows <= num_rows
+
     def add_step(self, num_rows: int, seconds: float) -> None:
+        self._fewest_rows = min(self._fewest_rows, num_rows)
         if num_rows <= self.MAX_ROWS and seconds > 0.0:
             known = self._seconds.get(num_rows, seconds)
             self._seconds[num_rows] = known + (0.3 if seconds < known else 0.03) * (seconds - known)
@@ -172,6 +180,9 @@ class StepCost:
         if below is not None and above is not None:
             share = (num_rows - below) / (above - below)
             return (1 - share) * self._seconds[below] + share * self._seconds[above]
+        if below is not None and (least := min(self._seconds)) < below:  # on in a straight line
+            slope = (self._seconds[below] - self._seconds[least]) / (below - least)
+            return self._seconds[below] + max(0.0, slope) * (num_rows - below)
         nearest = below or above
         if nearest is None:
             return 1.0 + self.PRIOR_SLOPE * num_rows

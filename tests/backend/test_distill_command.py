@@ -24,6 +24,12 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(autouse=True)
+def folder_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.write_folder(tmp_path_factory.mktemp("m") / "tiny", tiny_llama.tensors())
@@ -118,14 +124,11 @@ def test_a_folder_of_another_run_is_refused(
     ],
 )
 def test_what_cannot_work_is_refused_before_it_begins(
-    model: Path, data: Path, more: list[str], fault: str, request: pytest.FixtureRequest
+    model: Path, data: Path, more: list[str], fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    patch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
-    patch.chdir(data.parent)
-    patch.setattr(torch.cuda, "is_available", lambda: False)
     Path("single.txt").write_text("one\n")
     assert distill(model, data, Path("out"), *more) == EXIT_FAULT
-    assert_one_line(request.getfixturevalue("capsys"), fault)
+    assert_one_line(capsys, fault)
     assert not Path("out").exists()
 
 

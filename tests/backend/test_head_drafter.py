@@ -51,8 +51,7 @@ def test_a_prefix_hit_leaves_the_head_what_it_needs() -> None:
 
     def guesses(engine_warm: bool) -> tuple[list[int], int, int]:
         engine = new_engine(draft_head=toy_head())
-        if engine_warm:
-            run(engine, request("warm", ids, max_tokens=1))
+        run(engine, request("warm", ids if engine_warm else [7, 7], max_tokens=3))
         out = run(engine, request("a", ids, max_tokens=30))["a"]
         assert out.num_cached_tokens == (8 if engine_warm else 0)
         return out.token_ids, out.num_draft_tokens, out.num_accepted_tokens
@@ -92,7 +91,7 @@ def test_unseeded_draws_keep_the_law() -> None:
     items = [request(str(i), [1, 2, 3], max_tokens=3, **params) for i in range(600)]
     for out in run(engine, *items).values():
         counts[out.token_ids[0], out.token_ids[1]] += 1
-    assert engine.stats().num_draft_tokens > 400
+    assert engine.stats().num_draft_tokens > 250
     first = int(counts.sum(1).argmax())
     scored = request("b", [1, 2, 3, first, 1], max_tokens=1, prompt_logprobs=20)
     behind_first = run(new_engine(), scored)["b"].prompt_logprobs[4].top

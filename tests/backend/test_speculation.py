@@ -120,7 +120,8 @@ def test_nothing_changes_text_or_logprobs(
         assert engine.stats().num_preemptions > 0
     if budget == 512:
         assert (engine.stats().num_draft_tokens > 0) is (how != "off")
-        assert (engine.stats().num_accepted_tokens > 0) or how not in ("draft", "head")
+        if how == "draft" or (how, batch) == ("head", 1):
+            assert engine.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("how", ["ngram", "draft", "head"])

@@ -32,8 +32,8 @@ def new_toy_head() -> DraftHead:
 @functools.cache
 def toy_head() -> DraftHead:
     with tempfile.TemporaryDirectory() as name:
-        windows = windows_of(toy_samples(Path(name)))
-        plan = TrainingPlan(steps=150, batch_size=32, learning_rate=4e-3)
+        windows = windows_of(toy_samples(Path(name), count=20))
+        plan = TrainingPlan(steps=120, batch_size=32, learning_rate=4e-3)
         training = Training(new_toy_head(), windows, plan, Path(name), "cpu")
         for _ in training.run():
             pass
