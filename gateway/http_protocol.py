@@ -255,12 +255,14 @@ class ServerConnection(asyncio.Protocol):
             self._drained.set_result(None)
 
     def _refuse(self, status: int, text: str) -> None:
-        """Say why and hang up; a whole request that came before gets its answer first."""
+        """Say why and hang up; whole requests that came before get their answers first."""
         self._phase = "idle"
         broken, self._incoming = self._incoming, None
         if self._current is not None and self._current is not broken:
-            self._waiting.clear()
-            self.shutdown()
+            if broken is not None:
+                self._waiting.remove(broken)
+            last = self._waiting[-1] if self._waiting else self._current
+            last.keep_alive = False
             return
         if broken is not None and broken.has_begun:
             self._transport.close()

@@ -23,8 +23,11 @@ class Client:
         self._writer.write(data)
 
     async def until_closed(self) -> bytes:
-        """All that comes until the server ends the connection."""
-        return await self._reader.read()
+        """All that comes until the server ends the connection; b"" when it does so while we still send."""
+        try:
+            return await self._reader.read()
+        except ConnectionResetError:
+            return b""
 
     async def head(self) -> bytes:
         return await self._reader.readuntil(b"\r\n\r\n")

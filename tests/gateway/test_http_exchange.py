@@ -131,10 +131,22 @@ async def test_a_body_that_breaks_its_framing_gets_a_400() -> None:
         assert (await client.until_closed()).startswith(b"HTTP/1.1 400 ")
 
 
-async def test_a_whole_request_before_garbage_gets_its_answer() -> None:
+@pytest.mark.parametrize(
+    "garbage", [b"\x00", POST + b"bad header\r\n", POST + b"content-length: x\r\n"]
+)
+async def test_whole_requests_before_garbage_get_their_answers(garbage: bytes) -> None:
     async with connected(echo) as client:
-        client.send(POST + b"content-length: 1\r\n\r\nx" + b"\x00garbage\r\n\r\n")
-        assert body_of(await client.until_closed()) == b"got x"
+        client.send(b"".join(POST + b"content-length: 1\r\n\r\n%d" % n for n in range(3)) + garbage)
+        assert [await client.answer() for _ in range(3)] == [b"got 0", b"got 1", b"got 2"]
+        assert await client.until_closed() == b""
+
+
+async def test_whole_requests_before_a_broken_body_get_their_answers() -> None:
+    broken = POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
+    async with connected(echo) as client:
+        client.send(POST + b"content-length: 1\r\n\r\nx" + broken)
+        assert await client.answer() == b"got x"
+        assert await client.until_closed() == b""
 
 
 @pytest.mark.parametrize("value", [b"a\r\nset-cookie: b", b"a\nb", b"a\0b"])
