@@ -35,7 +35,7 @@ from backend.engine.sampler import Guess, Sampler
 from backend.engine.scheduler import Scheduled, Scheduler
 from backend.engine.speculate import NgramDrafter, Speculator
 from backend.models.batch import Model, cdiv
-from backend.models.draft_head import DraftHead
+from backend.models.native_head import Head
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
@@ -56,7 +56,7 @@ class LLMEngine:
         config: EngineConfig,
         *,
         draft_model: Model | None = None,
-        draft_head: DraftHead | None = None,
+        draft_head: Head | None = None,
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
@@ -190,7 +190,7 @@ class LLMEngine:
     def _new_speculator(
         self,
         draft_model: Model | None,
-        draft_head: DraftHead | None,
+        draft_head: Head | None,
         num_blocks: int,
         block_rows: np.ndarray,
     ) -> Speculator | None:
@@ -314,7 +314,7 @@ def _why_no_draw(request: EngineRequest) -> str:
     return NOT_NUMBERS
 
 
-def _check_head(head: DraftHead, model: Model, vocab_size: int) -> None:
+def _check_head(head: Head, model: Model, vocab_size: int) -> None:
     if head.hidden_size != model.hidden_size:
         raise ValueError(
             f"the draft head reads hidden states of {head.hidden_size} numbers and the model has "

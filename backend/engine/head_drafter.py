@@ -9,13 +9,13 @@ import torch
 
 from backend.engine.request import EngineRequest
 from backend.engine.sampler import Sampler
-from backend.models.draft_head import DraftHead
+from backend.models.native_head import Head
 
 
 class HeadDrafter:
     """One pass of the head for every guess, all requests together. Draws as a draft model does, from fewer tokens."""
 
-    def __init__(self, head: DraftHead, sampler: Sampler) -> None:
+    def __init__(self, head: Head, sampler: Sampler) -> None:
         self._head = head
         self._sampler = sampler
         self._draft_ids = head.draft_ids.numpy()

@@ -48,10 +48,14 @@ class DraftHead(nn.Module):
 
     def forward(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """state [rows, hidden_size], token_ids [rows] int64 -> the state behind each token [rows, hidden_size]."""
-        token = self.embed[self._row_of[token_ids]]
-        x = torch.cat([_normed(state), _normed(token)], dim=-1)
+        x = self.inputs(state, token_ids)
         gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
         return F.linear(x, self.mix) + F.linear(F.silu(gate) * up, self.down)
+
+    def inputs(self, state: Tensor, token_ids: Tensor) -> Tensor:
+        """What the layers read: state and token, normed, beside each other [rows, 2 * hidden_size]."""
+        token = self.embed[self._row_of[token_ids]]
+        return torch.cat([_normed(state), _normed(token)], dim=-1)
 
     def logits(self, state: Tensor) -> Tensor:
         """-> [rows, num_drafts], of the tokens `draft_ids`."""

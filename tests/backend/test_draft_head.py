@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backend.cpu.native import native_available
 from backend.models.draft_head import FILE_NAME, FORMAT, DraftHead, load_draft_head, save_draft_head
 from backend.models.errors import ModelLoadError
+from backend.models.native_head import NativeHead, fast_head
 
 DRAFT_IDS = torch.tensor([7, 2, 9])
 
@@ -85,3 +87,37 @@ def test_tensors_that_do_not_fit_are_refused(
     save_file(tensors, path, {"format": FORMAT, "vocab_size": "12"})
     with pytest.raises(ModelLoadError, match="do not fit together"):
         load_draft_head(path)
+
+
+# The native tier
+
+
+@pytest.fixture
+def wide_head() -> DraftHead:
+    head = DraftHead(torch.arange(40), vocab_size=50, hidden_size=64, inner_size=32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+    return head.requires_grad_(False)
+
+
+@pytest.mark.skipif(native_available() is not None, reason=str(native_available()))
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_the_native_head_guesses_as_the_head_it_was_made_of(
+    wide_head: DraftHead, num_rows: int
+) -> None:
+    fast = fast_head(wide_head)
+    assert isinstance(fast, NativeHead)
+    state = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1))
+    token_ids = torch.arange(num_rows) * 11
+    with torch.inference_mode():
+        wanted, got = wide_head(state, token_ids), fast(state, token_ids)
+        assert (got - wanted).norm() < 0.03 * wanted.norm()
+        wanted, got = wide_head.logits(state), fast.logits(state)
+        assert (got - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_sizes_that_make_no_whole_blocks_are_computed_by_torch() -> None:
+    head = random_head()
+    assert fast_head(head) is head
