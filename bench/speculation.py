@@ -2,10 +2,10 @@
 
     python bench/speculation.py --model MODEL.gguf [--head DIR] [--threads 2] [--max-tokens 200] [--rounds 5]
 
-Each round runs every prompt once without and once with each kind of guesses, greedy, to the end of its turn; all must
-give the same tokens. The time is that of decoding, from the first token to the last, and the engine's clock, by which it decides how
-much to guess, is the same: `--clock cpu` counts the processor time of this process, which is wall time on a quiet
-machine with one thread and stays true on a busy one. Prints the median over the rounds.
+Each round runs every prompt once without and once with each kind of guesses, greedy, to the end of its turn; all
+must give the same tokens. The time is that of decoding, from the first token to the last, and the engine's clock,
+by which it decides how much to guess, is the same: `--clock cpu` counts the processor time of this process, which
+is wall time on a quiet machine with one thread and stays true on a busy one. Prints the median over the rounds.
 """
 
 from __future__ import annotations
