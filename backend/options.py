@@ -33,6 +33,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     deterministic: bool = False
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     num_blocks: Count | None = None  # KV blocks, in place of kv_cache_gb
+    pooling: Literal["auto", "mean", "last"] = "auto"  # of embeddings
     reasoning: Literal["auto", "off"] = "auto"  # off: <think> blocks stay in the text
 
     @property
@@ -52,7 +53,9 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             kv_cache_gb=self.kv_cache_gb,
             max_model_len=self.max_model_len,
             num_blocks=self.num_blocks,
+            deterministic=self.deterministic,
             speculative="ngram" if self.speculative in ("auto", "ngram") else "off",
+            pooling="mean" if self.pooling == "auto" else self.pooling,
         )
 
 
@@ -75,7 +78,6 @@ _NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_dtype": (("auto",), "a KV cache in another format is not built yet; use auto"),
     "gpu_memory_utilization": ((None,), "is for GPUs, which are not built yet; use kv_cache_gb"),
     "tensor_parallel_size": ((1,), "tensor parallelism is not built yet; use 1, or replicas"),
-    "deterministic": ((False,), "batch-invariant kernels are not built yet; use false"),
 }
 
 

@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from backend.engine.grammar_spec import GrammarSpec
-from backend.engine.params import FinishReason, RequestClass, SamplingParams
+from backend.engine.params import (
+    EmbeddingParams,
+    FinishReason,
+    Objective,
+    RequestClass,
+    SamplingParams,
+)
 
 VERSION = 1
 MAX_FRAME_BYTES = 256 << 20
@@ -35,6 +41,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     """One request. `messages` go through the chat template, `prompts` do not; `n` choices for each prompt.
 
     Choice `index = prompt index * n + k`. With `best_of` above `n` so many are generated and the best `n` sent, whole.
+    With `embedding` nothing is generated: each prompt becomes a vector, its only `Delta`.
     """
 
     request_id: int
@@ -47,11 +54,13 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     n: int = 1
     best_of: int = 0  # 0: n
     klass: RequestClass = RequestClass.STANDARD
+    objective: Objective = Objective()
     cache_salt: bytes = b""
     echo: bool = False
     grammar: GrammarSpec | None = None
     must_call: list[str] = msgspec.field(default_factory=list[str])  # tools; one of them is called
     parallel_calls: bool = True
+    embedding: EmbeddingParams | None = None
 
     @property
     def rows_per_prompt(self) -> int:
@@ -122,6 +131,7 @@ class Delta(msgspec.Struct, array_like=True):
     error: str = ""
     num_draft_tokens: int = 0  # guessed so far
     num_accepted_tokens: int = 0  # of those, right
+    embedding: bytes = b""  # float32, little-endian
 
 
 class Deltas(msgspec.Struct, tag="deltas"):
@@ -143,6 +153,9 @@ class Stats(msgspec.Struct, tag="stats"):
     num_output_tokens: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_evictions: int = 0
+    running_by_class: tuple[int, ...] = (0,) * len(RequestClass)  # most urgent class first
+    waiting_by_class: tuple[int, ...] = (0,) * len(RequestClass)
 
 
 ToWorker = Hello | Generate | Abort

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend.answer_form import grammar_spec
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import EmbeddingParams, Objective, RequestClass, SamplingParams
 from backend.protocol import Generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
@@ -24,6 +24,8 @@ from plugins.events import (
 )
 
 MAX_CHOICES = 128
+NO_OBJECTIVE = Objective()
+MAX_URGENT_INPUTS = 16  # texts to embed in one request; more are a bulk, which lets chats go first
 # Top-level fields that change what is generated, and that we cannot honour yet. Others we do not know are harmless.
 _TEMPLATE_ARGUMENTS = frozenset(
     ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -38,12 +40,16 @@ _REFUSED_FIELDS = (
 )
 
 
-def to_generate(request: Request, tenant: str = "") -> Generate:
+def to_generate(
+    request: Request, tenant: str = "", objective: Objective = NO_OBJECTIVE
+) -> Generate:
     """Prefix-cache blocks are shared within `tenant` only: what another has cached shows in the time to first token.
 
     Raises:
         InvalidRequest, Unsupported: with `param`.
     """
+    if request.dialect == "embeddings":
+        return _to_embed(request, tenant, objective)
     _refuse(request)
     sampling = request.sampling
     generate = Generate(
@@ -52,6 +58,7 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
         n=sampling.n,
         best_of=sampling.best_of or 0,
         klass=RequestClass[request.klass.upper()],
+        objective=objective,
         cache_salt=_cache_salt(request, tenant),
         echo=sampling.echo,
         grammar=grammar_spec(request),
@@ -71,6 +78,21 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
     generate.continue_final_message = messages[-1].role == "assistant"
     generate.template_kwargs = _template_kwargs(request)
     return generate
+
+
+def _to_embed(request: Request, tenant: str, objective: Objective) -> Generate:
+    klass = RequestClass[request.klass.upper()]
+    if len(request.prompts) > MAX_URGENT_INPUTS:
+        klass = max(klass, RequestClass.FLEX)
+    return Generate(
+        0,
+        SamplingParams(),
+        prompts=request.prompts,
+        klass=klass,
+        objective=objective,
+        cache_salt=_cache_salt(request, tenant),
+        embedding=EmbeddingParams(request.embedding.dimensions),
+    )
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:

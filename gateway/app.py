@@ -26,6 +26,7 @@ from gateway.auth import Authenticator
 from gateway.config import Config
 from gateway.endpoints.chat import ChatEndpoint
 from gateway.endpoints.completions import CompletionsEndpoint
+from gateway.endpoints.embeddings import EmbeddingsEndpoint
 from gateway.endpoints.health import Readiness
 from gateway.endpoints.inference import InferenceEndpoint, new_request_id
 from gateway.endpoints.models import ModelsEndpoint
@@ -40,7 +41,7 @@ from gateway.router.routes import Routes
 from gateway.telemetry import Telemetry
 from plugins.errors import GatewayError, MethodNotAllowed, NotFound
 from plugins.events import Request
-from plugins.interfaces import Principal, Provider, ProviderSettings, Runtime
+from plugins.interfaces import Objective, Principal, Provider, ProviderSettings, Runtime
 
 log = logging.getLogger("tidegate")
 
@@ -84,6 +85,7 @@ class Gateway:
             for path, dialect in (
                 ("chat/completions", ChatEndpoint()),
                 ("completions", CompletionsEndpoint()),
+                ("embeddings", EmbeddingsEndpoint()),
             )
         }
         self._load_routes(config)
@@ -97,7 +99,10 @@ class Gateway:
             endpoint.authenticator = authenticator
 
     def _load_routes(self, config: Config) -> None:
-        self.routes.load((m.name, tuple(m.targets), m.policy) for m in config.models)
+        self.routes.load(
+            (m.name, tuple(m.targets), m.policy, Objective(m.slo.ttft_ms, m.slo.tpot_ms))
+            for m in config.models
+        )
 
     def _open_meter(self, request: Request, principal: Principal) -> RequestMeter:
         return RequestMeter(request, principal, self.accounting)

@@ -29,6 +29,7 @@ class DraftModel:
     ) -> None:
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = sampler
+        self._max_position = model.max_position
         self._block_size = config.block_size
         self._max_rows = config.max_num_batched_tokens
         self._vocab_size = sampler.vocab_size
@@ -36,7 +37,7 @@ class DraftModel:
         self._held: list[bytes | None] = [None] * num_blocks
 
     def plan(self, request: EngineRequest, limit: int) -> int:
-        return limit
+        return max(0, min(limit, self._max_position - request.num_tokens))
 
     def propose(self, requests: Sequence[EngineRequest]) -> None:
         """One guess for each request that has caught up, then the next for each that is granted more."""
@@ -62,18 +63,18 @@ class DraftModel:
                 is_last = start + len(token_ids) == request.num_tokens
                 rows.append(Rows(request, start, token_ids, int(is_last)))
         self._run(rows)
-        return [request for request, _, _, num_logits in rows if num_logits]
+        return [item.request for item in rows if item.num_logits]
 
     def _run(self, rows: list[Rows]) -> None:
         if not rows:
             return
-        for request, start, token_ids, _ in rows:
+        for request, start, token_ids, *_ in rows:
             for block_id in request.block_table[
                 start // self._block_size : cdiv(start + len(token_ids), self._block_size)
             ]:
                 self._held[block_id] = None
-        logits = iter(self._runner.run(rows)[:, : self._vocab_size])
-        for request, start, token_ids, num_logits in rows:
+        logits = iter(self._runner.run(rows).logits[:, : self._vocab_size])
+        for request, start, token_ids, num_logits, _ in rows:
             request.drafts.num_computed_tokens = start + len(token_ids)
             if num_logits:
                 self._sampler.guess(next(logits), request)

@@ -6,39 +6,46 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from backend.engine.block_pool import BlockPool, root_digest
 from backend.engine.config import EngineConfig, kv_cache_blocks
 from backend.engine.detokenizer import Detokenizer, EngineTokenizer
-from backend.engine.draft_model import DraftModel
+from backend.engine.drafters import new_drafter
 from backend.engine.grammar import MaskThread
-from backend.engine.head_drafter import HeadDrafter
 from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
 from backend.engine.params import (
     EngineStats,
     GenerationRequest,
     InvalidGeneration,
+    RequestClass,
     StepOutput,
     TokenConstraint,
     TokenLogprob,
+    check_embedding,
     check_params,
     check_token_ids,
 )
+from backend.engine.pooling import Pooler
 from backend.engine.progress import append_token, new_output, score_prompt
 from backend.engine.request import EngineRequest, Rows
-from backend.engine.runner import ModelRunner
+from backend.engine.runner import ModelRunner, StepResult
 from backend.engine.sampler import Guess, Sampler
 from backend.engine.scheduler import Scheduled, Scheduler
-from backend.engine.speculate import NgramDrafter, Speculator
+from backend.engine.speculate import Speculator
 from backend.models.batch import Model, cdiv
 from backend.models.native_head import Head
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
+NOT_INVARIANT = (
+    "deterministic: the last bits of this model's numbers depend on how many rows a step has; it takes the native tier "
+    '(dtype and quantization "auto", and a C++ compiler), or false'
+)
 NOT_NUMBERS = "the model's logits are not numbers"
 logger = logging.getLogger(__name__)
 
@@ -60,32 +67,48 @@ class LLMEngine:
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
-        """Allocates the KV cache. ValueError when the configured context does not fit in it, or models do not match.
+        """Allocates the KV cache. ValueError when the configured context does not fit in it, when models do not match,
+        or when `deterministic` is asked of a model that cannot be.
 
         `draft_model` guesses tokens for `model`; its vocabulary must be the same. `draft_head` does so from the
         hidden states of `model`, which it was trained on.
         """
+        if config.deterministic and not model.is_batch_invariant:
+            raise ValueError(NOT_INVARIANT)
         models = [model] if draft_model is None else [model, draft_model]
         bytes_per_block = sum(m.kv_bytes_per_block(config.block_size) for m in models)
         num_blocks = kv_cache_blocks(config, bytes_per_block)
         self.max_model_len = _context_len(config, model, num_blocks)
         self.vocab_size = min(model.vocab_size, tokenizer.vocab_size)  # models pad theirs
+        self.hidden_size = model.hidden_size
         self._model = model
         self._tokenizer = tokenizer
         self._config = config
         self._clock = clock
         self._entropy = entropy
         self._pool = BlockPool(num_blocks)
-        self._scheduler = Scheduler(config, self._pool)
+        # A draft model keeps its own keys in the same blocks, and looks further back.
+        window = model.window if draft_model is None else None
+        self._scheduler = Scheduler(config, self._pool, window)
         row_len = cdiv(self.max_model_len, config.block_size)
         block_rows = np.zeros((config.max_num_seqs, row_len), np.int32)
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = Sampler(self.vocab_size)
         self._keeps_hidden = draft_head is not None
-        self._speculator = self._new_speculator(draft_model, draft_head, num_blocks, block_rows)
+        drafter = new_drafter(
+            config,
+            self._sampler,
+            model.hidden_size,
+            block_rows,
+            num_blocks,
+            draft_model=draft_model,
+            draft_head=draft_head,
+        )
+        self._speculator = drafter and Speculator(drafter, clock, self.max_model_len)
         self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
+        self._step_end_s = 0.0
         self._totals = dict.fromkeys(("steps", "cached", "prompt", "output"), 0)
 
     @property
@@ -95,16 +118,7 @@ class LLMEngine:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. InvalidGeneration when it could never run; nothing is kept of it then."""
         params, num_prompt_tokens = request.params, len(request.prompt_ids)
-        if request.request_id in self._requests:
-            message = f"request_id {request.request_id!r} is already being generated"
-            raise InvalidGeneration(message, "request_id")
-        check_params(
-            params,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            num_prompt_tokens=num_prompt_tokens,
-        )
-        check_token_ids(request.prompt_ids, "prompt", self.vocab_size)
+        self._check(request)
         seed = self._entropy() if params.seed is None else params.seed
         eos_ids = self._tokenizer.eos_ids
         engine_request = EngineRequest(
@@ -115,9 +129,7 @@ class LLMEngine:
             arrival_s=self._clock(),
             token_ids=list(request.prompt_ids),
             num_prompt_tokens=num_prompt_tokens,
-            max_output_tokens=self.max_model_len - num_prompt_tokens
-            if params.max_tokens is None
-            else params.max_tokens,
+            max_output_tokens=self._max_output_tokens(request),
             seed=seed & MASK64,
             root=root_digest(self._model.fingerprint, request.cache_salt, self._config.block_size),
             detokenizer=Detokenizer(params.stop),
@@ -126,12 +138,48 @@ class LLMEngine:
             else None,
             grammar=request.grammar,
             markers=request.markers,
+            objective=request.objective,
+            pooler=self._new_pooler(request),
+            keeps_hidden=self._keeps_hidden,
         )
         if params.prompt_logprobs is not None:
             engine_request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], math.nan))
         self._num_arrivals += 1
         self._requests[request.request_id] = engine_request
         self._scheduler.add(engine_request)
+
+    def _check(self, request: GenerationRequest) -> None:
+        if request.request_id in self._requests:
+            message = f"request_id {request.request_id!r} is already being generated"
+            raise InvalidGeneration(message, "request_id")
+        if request.embedding is not None:
+            check_embedding(
+                request.embedding,
+                hidden_size=self.hidden_size,
+                max_model_len=self.max_model_len,
+                num_prompt_tokens=len(request.prompt_ids),
+            )
+        else:
+            check_params(
+                request.params,
+                vocab_size=self.vocab_size,
+                max_model_len=self.max_model_len,
+                num_prompt_tokens=len(request.prompt_ids),
+            )
+        param = "prompt" if request.embedding is None else "input"
+        check_token_ids(request.prompt_ids, param, self.vocab_size)
+
+    def _max_output_tokens(self, request: GenerationRequest) -> int:
+        if request.embedding is not None:
+            return 0
+        room, asked = self.max_model_len - len(request.prompt_ids), request.params.max_tokens
+        return room if asked is None else asked
+
+    def _new_pooler(self, request: GenerationRequest) -> Pooler | None:
+        if request.embedding is None:
+            return None
+        dimensions = request.embedding.dimensions or self.hidden_size
+        return Pooler(self._config.pooling, len(request.prompt_ids), dimensions)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks; nothing more comes out for it. Unknown ids are ignored."""
@@ -152,22 +200,19 @@ class LLMEngine:
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
             masks = self._masks.begin(_masks_wanted(rows))
-            logits, hidden = self._run(rows)
+            result = self._run(rows)
             masks.result()
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
             return [self._fail(request, f"the model failed: {exc}") for request, _ in scheduled]
         outputs: list[StepOutput] = []
-        end = 0
-        for request_rows in rows:
-            start, end = end, end + request_rows.num_logits
-            first_draw = end - request_rows.num_draws
-            output = self._advance(request_rows, logits[start:end, : self.vocab_size])
+        for item, logits, hidden in result.by_request(rows):
+            if item.request.pooler is None:
+                output = self._advance(item, logits[:, : self.vocab_size], hidden)
+            else:
+                output = self._embed(item, item.request.pooler, hidden)
             if output is not None:
                 outputs.append(output)
-                if hidden is not None:
-                    last_draw = first_draw + max(0, len(output.token_ids) - 1)
-                    request_rows.request.drafts.hidden = hidden[last_draw]
         return outputs
 
     def stats(self) -> EngineStats:
@@ -184,53 +229,31 @@ class LLMEngine:
             num_steps=self._totals["steps"],
             num_draft_tokens=self._speculator.num_proposed if self._speculator else 0,
             num_accepted_tokens=self._speculator.num_accepted if self._speculator else 0,
+            num_evictions=self._pool.num_evictions,
+            running_by_class=_count_classes(self._scheduler.running),
+            waiting_by_class=_count_classes(waiting),
             oldest_waiting_s=max((now - request.arrival_s for request in waiting), default=0.0),
         )
 
-    def _new_speculator(
-        self,
-        draft_model: Model | None,
-        draft_head: Head | None,
-        num_blocks: int,
-        block_rows: np.ndarray,
-    ) -> Speculator | None:
-        if draft_head is not None:
-            _check_head(draft_head, self._model, self.vocab_size)
-            drafter = HeadDrafter(draft_head, self._sampler)
-            return Speculator(drafter, self._clock, self.max_model_len)
-        if draft_model is None:
-            if self._config.speculative == "off":
-                return None
-            return Speculator(NgramDrafter(), self._clock, self.max_model_len)
-        if draft_model.vocab_size < self.vocab_size:
-            raise ValueError(
-                f"the draft model knows {draft_model.vocab_size} tokens and the model {self.vocab_size}: "
-                "both must have the same vocabulary"
-            )
-        drafter = DraftModel(draft_model, self._config, self._sampler, num_blocks, block_rows)
-        longest = min(self.max_model_len, draft_model.max_position)
-        return Speculator(drafter, self._clock, longest)
-
     def _schedule(self) -> list[Scheduled]:
         if self._speculator is None:
-            return self._scheduler.schedule()
+            return self._scheduler.schedule(self._clock())
         self._speculator.plan(self._scheduler.running)
-        scheduled = self._scheduler.schedule()
+        scheduled = self._scheduler.schedule(self._clock())
         self._speculator.propose([r for r, _ in scheduled if r.drafts.num_granted > 0])
         return scheduled
 
-    def _run(self, rows: list[Rows]) -> tuple[np.ndarray, np.ndarray | None]:
-        """-> logits, and the hidden states they are made of if the drafter reads these."""
+    def _run(self, rows: list[Rows]) -> StepResult:
         started_s = self._clock()
-        if self._keeps_hidden:
-            logits, hidden = self._runner.run_in_two(rows)
-        else:
-            logits, hidden = self._runner.run(rows), None
+        result = self._runner.run(rows)
+        self._step_end_s = self._clock()
+        seconds = self._step_end_s - started_s
+        self._scheduler.record_step(sum(len(item.token_ids) for item in rows), seconds)
         if self._speculator is not None:
-            self._speculator.record_step(rows, self._clock() - started_s)
-        return logits, hidden
+            self._speculator.record_step(rows, seconds)
+        return result
 
-    def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
+    def _advance(self, rows: Rows, logits: np.ndarray, hidden: np.ndarray) -> StepOutput | None:
         """Take over what a step computed of one request -> None while its tokens are not all computed."""
         request = rows.request
         num_scored = rows.num_logits - rows.num_draws
@@ -241,6 +264,9 @@ class LLMEngine:
             output = self._generate(request, logits[num_scored:])
             if output is None:
                 return self._fail(request, _why_no_draw(request))
+            if rows.num_hidden:
+                last = num_scored + max(0, len(output.token_ids) - 1)
+                request.drafts.hidden = hidden[last]
         # One token is always left to compute: the next step starts from its logits.
         end = rows.start + len(rows.token_ids)
         request.num_computed_tokens = min(end, request.num_tokens - 1)
@@ -253,6 +279,7 @@ class LLMEngine:
         """Draw the next token, and one more behind each guess that was right -> None: no token can be drawn."""
         output, is_first = new_output(request), request.num_output_tokens == 0
         if is_first:
+            request.first_token_s = self._step_end_s
             output.prompt_logprobs = request.prompt_logprobs
             self._totals["prompt"] += request.num_prompt_tokens
             self._totals["cached"] += request.num_cached_tokens
@@ -281,9 +308,25 @@ class LLMEngine:
             output.num_accepted_tokens = drafts.num_accepted
         return output
 
+    def _embed(self, rows: Rows, pooler: Pooler, hidden: np.ndarray) -> StepOutput | None:
+        """Take over a chunk of a prompt that becomes a vector -> None until its last. Blocks are never published."""
+        request = rows.request
+        pooler.add(hidden)
+        request.num_computed_tokens = rows.start + len(rows.token_ids)
+        if request.num_wanted_tokens:
+            return None
+        vector = pooler.vector()
+        if vector is None:
+            return self._fail(request, "the model's hidden states are not numbers")
+        self._totals["prompt"] += request.num_prompt_tokens
+        output = new_output(request)
+        output.finish_reason, output.embedding = "stop", vector.astype("<f4").tobytes()
+        self._finish(request)
+        return output
+
     def _fail(self, request: EngineRequest, error: str) -> StepOutput:
         """End a request whose blocks cannot be trusted: nobody may find or inherit what is in them."""
-        owned_alone = [b for b in request.block_table if self._pool.ref_counts[b] == 1]
+        owned_alone = self._pool.owned_once(request.block_table)
         self._pool.unpublish(request.block_table)
         self._finish(request)
         self._runner.scrub(owned_alone)
@@ -308,23 +351,15 @@ def _masks_wanted(rows: list[Rows]) -> list[tuple[TokenConstraint, list[int]]]:
     ]
 
 
+def _count_classes(requests: Iterable[EngineRequest]) -> tuple[int, ...]:
+    counts = Counter(request.klass for request in requests)
+    return tuple(counts[klass] for klass in RequestClass)
+
+
 def _why_no_draw(request: EngineRequest) -> str:
     if request.grammar is not None and request.grammar.error:
         return f"the grammar cannot go on: {request.grammar.error}"
     return NOT_NUMBERS
-
-
-def _check_head(head: Head, model: Model, vocab_size: int) -> None:
-    if head.hidden_size != model.hidden_size:
-        raise ValueError(
-            f"the draft head reads hidden states of {head.hidden_size} numbers and the model has "
-            f"{model.hidden_size}: it was trained for another model"
-        )
-    if head.vocab_size < vocab_size or int(head.draft_ids.max()) >= vocab_size:
-        raise ValueError(
-            f"the draft head knows {head.vocab_size} tokens and the model {vocab_size}: "
-            "it was trained for another model"
-        )
 
 
 def _context_len(config: EngineConfig, model: Model, num_blocks: int) -> int:

@@ -18,6 +18,13 @@ class RequestClass(IntEnum):
     BATCH = 3
 
 
+class Objective(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When tokens are due. None: the class's own for the first token, none for the others."""
+
+    ttft_ms: float | None = None  # from arrival in the engine to the first token
+    tpot_ms: float | None = None  # from one token to the next, on average since the first
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to draw tokens. Ranges are checked by `check_params` before a request reaches the engine loop."""
 
@@ -37,6 +44,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: the chosen token and the n likeliest
     prompt_logprobs: int | None = None  # the same of every prompt token
+
+
+Pooling = Literal["mean", "last"]
+
+
+class EmbeddingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """In place of an answer, one vector of the prompt."""
+
+    dimensions: int | None = None  # None: as many as the model's hidden states have
 
 
 class TokenConstraint(Protocol):
@@ -75,6 +91,8 @@ class GenerationRequest(msgspec.Struct):
     markers: dict[int, bytes] = msgspec.field(  # special tokens that show in the text, and how
         default_factory=dict[int, bytes]
     )
+    objective: Objective = Objective()
+    embedding: EmbeddingParams | None = None  # then `params` say nothing
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -110,6 +128,9 @@ class StepOutput(msgspec.Struct):
     num_draft_tokens: int = 0  # guessed so far
     num_accepted_tokens: int = 0  # of those, right
     mean_logprob: float = 0.0  # of the tokens generated so far, where `logprobs` are asked for
+    embedding: bytes = (
+        b""  # float32, little-endian, of length 1: the one output of a request that asks for it
+    )
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -127,6 +148,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     oldest_waiting_s: float = 0.0  # how long the request that has waited longest has done so
+    num_evictions: int = 0  # blocks whose cached contents were given up for new ones
+    running_by_class: tuple[int, ...] = (0,) * len(RequestClass)  # most urgent class first
+    waiting_by_class: tuple[int, ...] = (0,) * len(RequestClass)
 
 
 MAX_LOGPROBS = 20
@@ -178,6 +202,21 @@ def check_params(
             message = f"logit_bias must be between -100 and 100, got {bias} for token {token_id}"
             raise InvalidGeneration(message, "logit_bias")
     _check_length(params, max_model_len, num_prompt_tokens)
+
+
+def check_embedding(
+    params: EmbeddingParams, *, hidden_size: int, max_model_len: int, num_prompt_tokens: int
+) -> None:
+    """Raise InvalidGeneration, naming the field and the limit, unless a vector of these could be made."""
+    dimensions = params.dimensions
+    if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        message = f"dimensions must be between 1 and {hidden_size}, got {dimensions}"
+        raise InvalidGeneration(message, "dimensions")
+    if num_prompt_tokens < 1:
+        raise InvalidGeneration("the input is empty: it needs at least one token", "input")
+    if num_prompt_tokens > max_model_len:
+        message = f"the maximum context length is {max_model_len} tokens; the input has {num_prompt_tokens}"
+        raise InvalidGeneration(message, "input", "context_length_exceeded")
 
 
 def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> None:

@@ -27,7 +27,10 @@ class Batch:
 
 @dataclass(slots=True)
 class KVCache:
-    """Paged keys and values, one pair of tensors a layer, each `[num_kv_heads, num_blocks, block_size, head_dim]`."""
+    """Paged keys and values, each `[num_kv_heads, num_blocks, block_size, head_dim]`.
+
+    One pair for each layer that has its own, in order; layers that read another's bring none.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -44,7 +47,15 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     max_position: int  # longest context, in tokens
+    window: (
+        int | None
+    )  # every layer reads this many tokens back at most; None: some layer reads them all
     fingerprint: str  # weights, quantization and dtype: part of every prefix-cache key
+    # How many tokens back any layer looks, the token itself included; None: some layer looks back to the beginning.
+    # Blocks behind it are taken away, and their entries of `block_tables` lead to a block of zeros.
+    window: int | None
+    # A row's logits have the same bits whatever its batch mates and wherever its prompt was cut into chunks.
+    is_batch_invariant: bool
 
     def kv_bytes_per_block(self, block_size: int) -> int: ...
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
+from backend.cpu.native import native_available
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
-from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, read_json
+from backend.models.checkpoint import Checkpoint, SafetensorsCheckpoint, read_json
 from backend.models.config import ModelConfig
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
-from backend.models.native_llama import build_native
+from backend.models.native_llama import build_native, unsupported
 from backend.models.tokenizer import Tokenizer
 
 __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
@@ -34,6 +36,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None  # None: the model has none, so it only completes
     config: ModelConfig
     name: str  # the file's or folder's
+    tier: str  # "native", or "portable (why)"
 
 
 def load_model(
@@ -68,12 +71,23 @@ def load_model(
             f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
         )
     weights = read_llama_weights(parts.checkpoint, config)
+    why_portable = "it was asked for"
+    if native:
+        why_portable = _why_portable(config, dtype, quantization)
     model: Model | None = None
-    if native and dtype in ("auto", "float32") and quantization != "w4":
+    if why_portable is None:
         model = build_native(config, weights, threads=threads)
     if model is None:
         model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none")
-    return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
+    tier = f"portable ({why_portable})" if why_portable else "native"
+    return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name, tier)
+
+
+def _why_portable(config: ModelConfig, dtype: str, quantization: str) -> str | None:
+    """None: the native tier serves this model on this machine."""
+    if dtype == "bfloat16" or quantization == "w4":
+        return "the native tier has neither dtype bfloat16 nor quantization w4"
+    return unsupported(config) or native_available()
 
 
 def _choose_dtype(dtype: str, quantization: str) -> torch.dtype:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from backend.chat_reader import chat_reader
-from backend.engine.params import SamplingParams
+from backend.engine.params import EmbeddingParams, Objective, RequestClass, SamplingParams
 from backend.prompts import INLINE_CHARS, Prompt, PromptReader, Refused, make_rows
 from backend.protocol import Generate
 from tests.backend.toy_worker import BOS, ToyTemplate, ToyTemplateError, ToyTokenizer
@@ -44,6 +44,37 @@ def test_a_prompt_that_just_fits_leaves_room_for_one_token() -> None:
         read(Generate(1, SamplingParams(), prompts=["x" * 99]), max_model_len=100)
 
 
+def embed(*texts: str | list[int]) -> Generate:
+    return Generate(1, SamplingParams(), prompts=[*texts], embedding=EmbeddingParams(3))
+
+
+def test_a_text_to_embed_may_fill_the_context_and_the_one_that_does_not_fit_is_named() -> None:
+    (prompt,) = read(embed("x" * 99), max_model_len=100)
+    assert len(prompt.token_ids) == 100
+    with pytest.raises(
+        Refused, match=r"your input\[1\] resulted in 101 tokens\. Please"
+    ) as refused:
+        read(embed("x", "x" * 100), max_model_len=100)
+    assert (refused.value.param, refused.value.code) == ("input[1]", "context_length_exceeded")
+
+
+def test_token_ids_to_embed_are_checked_by_their_input() -> None:
+    with pytest.raises(Refused, match=r"input\[1\] holds token id 257") as refused:
+        read(embed([1], [257]))
+    assert refused.value.param == "input[1]"
+    with pytest.raises(Refused, match="input holds token id 257"):
+        read(embed([257]))
+
+
+def test_every_row_of_a_request_to_embed_wants_its_vector() -> None:
+    generate = embed("a", "b")
+    rows = make_rows(generate, read(generate), "1:")
+    assert [(row.request_id, row.embedding) for row in rows] == [
+        ("1:0", EmbeddingParams(3)),
+        ("1:1", EmbeddingParams(3)),
+    ]
+
+
 def test_a_template_that_knows_developers_sees_them() -> None:
     template = ToyTemplate()
     template.text = "{% if role == 'developer' %}"
@@ -73,6 +104,15 @@ def test_choices_of_one_seed_draw_differently_and_prompts_alike() -> None:
     rows = make_rows(generate, read(generate), "s:")
     assert [row.request_id for row in rows] == ["s:0", "s:1", "s:2", "s:3"]
     assert [row.params.seed for row in rows] == [7, 8, 7, 8]
+
+
+def test_every_choice_has_the_class_and_the_objective_of_its_request() -> None:
+    objective = Objective(400.0, 50.0)
+    generate = Generate(
+        1, SamplingParams(), prompts=["a"], n=2, klass=RequestClass.FLEX, objective=objective
+    )
+    rows = make_rows(generate, read(generate), "")
+    assert [(row.klass, row.objective) for row in rows] == [(RequestClass.FLEX, objective)] * 2
 
 
 def test_the_largest_seed_has_a_next_one() -> None:
