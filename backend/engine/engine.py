@@ -104,7 +104,7 @@ class LLMEngine:
             draft_model=draft_model,
             draft_head=draft_head,
         )
-        self._speculator = drafter and Speculator(drafter, clock, self.max_model_len)
+        self._speculator = Speculator(drafter, clock, self.max_model_len) if drafter else None
         self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,11 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], fault: str) -> None:
     (line,) = [part for part in capsys.readouterr().err.splitlines() if part.strip()]
     assert line.startswith("tidegate distill-draft: ")
     assert fault in line
+
+
+def test_the_command_is_one_of_tidegate() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "gateway.cli", "distill-draft", "/no/such", "--steps", "0"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_FAULT
+    assert "tidegate distill-draft: error: argument --steps: must be at least 1" in done.stderr
