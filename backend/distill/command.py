@@ -95,7 +95,7 @@ def _distill(args: argparse.Namespace) -> None:
     _claim(args.out, loaded, args)
     held, train = _samples(loaded, prompt_ids, args)
     head = _train(loaded, train, args, device)
-    _report(head, held, args)
+    _report(head, held, train[:SHARD_ANSWERS], args)
 
 
 def _device(asked: str) -> str:
@@ -197,17 +197,28 @@ def _train(
     return training.head.cpu()
 
 
-def _report(head: DraftHead, held: list[Sample], args: argparse.Namespace) -> None:
+def _report(
+    head: DraftHead, held: list[Sample], learned: list[Sample], args: argparse.Namespace
+) -> None:
     lengths = {
         "none": acceptance_length(held, no_guesses),
         "ngram": acceptance_length(held, ngram_guesses),
         "head": acceptance_length(held, head_guesses(head)),
     }
-    report = {"guesses_a_step": DEPTH, "held_prompts": len(held), "tokens_a_step": lengths}
+    known = acceptance_length(learned, head_guesses(head))
+    report = {
+        "guesses_a_step": DEPTH,
+        "held_prompts": len(held),
+        "tokens_a_step": lengths,
+        "tokens_a_step_where_it_learned": known,
+    }
     (args.out / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(
         f"tokens a step of the model on {len(held)} held prompts, greedy, {DEPTH} guesses a step:"
     )
     for name, length in lengths.items():
         print(f"  {name:5} {length:.2f}")
+    print(
+        f"the head on answers it learned from: {known:.2f}; far above means that it needs more of them"
+    )
     print(f'serve it with engine = {{ speculative = "head:{args.out}" }}')
