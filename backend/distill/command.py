@@ -26,6 +26,7 @@ from backend.distill.prompts import PromptFileError, read_prompts
 from backend.distill.samples import SHARD_ANSWERS, Sample, Sampling
 from backend.distill.training import Training, TrainingPlan, known_draft_ids, new_head
 from backend.distill.windows import commonest_tokens, windows_of
+from backend.models.chat_template import TemplateError
 from backend.models.draft_head import DraftHead, save_draft_head
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.loader import LoadedModel, load_model
@@ -38,12 +39,15 @@ class DistillFault(Exception):
     """The user's to mend; the message is one line."""
 
 
+_FAULTS = (DistillFault, PromptFileError, ModelLoadError, DemoModelUnavailable, TemplateError)
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 2 for a fault that is the user's to mend, 130 when interrupted."""
     args = _parser().parse_args(argv)
     try:
         _distill(args)
-    except (DistillFault, PromptFileError, ModelLoadError, DemoModelUnavailable) as exc:
+    except _FAULTS as exc:
         print(f"tidegate distill-draft: {exc}", file=sys.stderr)
         return EXIT_FAULT
     except KeyboardInterrupt:

@@ -43,6 +43,8 @@ class HeadDrafter:
                 for i, r in enumerate(active)
                 if k == len(r.drafts.token_ids) < r.drafts.num_granted
             ]
+            if not going:
+                return
             active, state = [active[i] for i in going], state[going]
             last_ids = [request.drafts.token_ids[-1] for request in active]
 

@@ -92,6 +92,12 @@ def test_a_shard_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     assert [s.output_ids.tolist() for s in again] == [s.output_ids.tolist() for s in made]
 
 
+def test_a_shard_of_a_run_that_asked_for_less_is_made_anew(tmp_path: Path) -> None:
+    toy_samples(tmp_path, count=2, max_tokens=5)
+    assert len(toy_samples(tmp_path, count=3, max_tokens=5)) == 3
+    assert len(toy_samples(tmp_path, count=1, max_tokens=5)) == 1
+
+
 # Training
 
 

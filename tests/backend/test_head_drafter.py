@@ -84,6 +84,16 @@ def test_a_head_guesses_its_own_tokens_only() -> None:
     assert seen <= {3, 11}
 
 
+def test_a_head_that_makes_no_numbers_guesses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    head = head_of(16, VOCAB_SIZE, [11, 3])
+    head.mix.fill_(float("nan"))
+    item = request("a", [1, 2, 3], max_tokens=20)
+    engine = new_engine(draft_head=head)
+    assert run(engine, item)["a"].token_ids == run(new_engine(), item)["a"].token_ids
+    assert engine.stats().num_draft_tokens == 0
+    assert caplog.text == ""
+
+
 def test_unseeded_draws_keep_the_law() -> None:
     """Chi-square of the second output token, which is guessed, against the model's own law behind the first."""
     engine, counts = new_engine(draft_head=toy_head(), max_num_seqs=4), np.zeros((64, VOCAB_SIZE))
