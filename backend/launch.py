@@ -31,7 +31,8 @@ def setting_faults(settings: ProviderSettings) -> list[str]:
         return [f'type: "engine" needs the backend extra: {extra} ({missing[0]} is missing)']
     faults = _path_faults(settings.path) + option_faults(settings.engine)
     if not faults:
-        faults = _draft_faults(parse_options(settings.engine).draft_path)
+        options = parse_options(settings.engine)
+        faults = _draft_faults(options.draft_path) + _head_faults(options.head_path)
     if settings.template and not Path(settings.template).is_file():
         faults.append(f"template: {settings.template}: no such file")
     unused = {
@@ -126,6 +127,12 @@ def _draft_faults(path: str) -> list[str]:
     if path == DEMO or path.startswith(HUB):
         return [f"engine.speculative: {path}: a draft model is a folder or a .gguf file"]
     return [f"engine.speculative: {fault.removeprefix('path: ')}" for fault in _path_faults(path)]
+
+
+def _head_faults(path: str) -> list[str]:
+    if not path or Path(path).exists():
+        return []
+    return [f"engine.speculative: {path}: no such file or folder"]
 
 
 def _path_faults(path: str) -> list[str]:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from backend.engine.config import EngineConfig
 
 Count = Annotated[int, Meta(ge=1)]
-DRAFT = "draft:"
+DRAFT, HEAD = "draft:", "head:"
 
 
 class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -28,7 +28,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     max_num_batched_tokens: Count = EngineConfig().max_num_batched_tokens
     kv_cache_gb: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
-    speculative: Annotated[str, Meta(pattern=r"^(off|auto|ngram|draft:.+)$")] = "off"
+    speculative: Annotated[str, Meta(pattern=r"^(off|auto|ngram|draft:.+|head:.+)$")] = "off"
     tensor_parallel_size: Count = 1
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
     deterministic: bool = False
@@ -41,6 +41,11 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     def draft_path(self) -> str:
         """Folder or .gguf file of the draft model; "": there is none."""
         return self.speculative.removeprefix(DRAFT) if self.speculative.startswith(DRAFT) else ""
+
+    @property
+    def head_path(self) -> str:
+        """Folder or file of a trained draft head; "": there is none."""
+        return self.speculative.removeprefix(HEAD) if self.speculative.startswith(HEAD) else ""
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

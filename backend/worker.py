@@ -32,6 +32,7 @@ from backend.worker_server import WorkerServer
 if TYPE_CHECKING:
     from backend.engine.grammar import GrammarCompiler
     from backend.models.batch import Model
+    from backend.models.native_head import Head
     from backend.models.tokenizer import Tokenizer as ModelTokenizer
 
 LOAD_FAILED = 2
@@ -180,6 +181,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             loaded.tokenizer,
             _engine_config(options, path),
             draft_model=_load_draft(settings, loaded.tokenizer),
+            draft_head=_load_head(options.head_path),
         )
         template = _template(settings, loaded.tokenizer) or loaded.chat_template
     except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:
@@ -225,6 +227,13 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
     ):
         raise ValueError(f"{options.draft_path}: the draft model has another tokenizer")
     return draft.model
+
+
+def _load_head(path: str) -> Head | None:
+    from backend.models.draft_head import load_draft_head
+    from backend.models.native_head import fast_head
+
+    return fast_head(load_draft_head(Path(path))) if path else None
 
 
 def _model_path(settings: WorkerSettings) -> Path:

@@ -1,11 +1,11 @@
-"""What n-gram speculation makes of one stream, in process: output tokens per second with and without.
+"""What speculation makes of one stream, in process: output tokens per second without, with n-grams, with a draft head.
 
-    python bench/speculation.py --model MODEL.gguf [--threads 2] [--max-tokens 200] [--rounds 5]
+    python bench/speculation.py --model MODEL.gguf [--head DIR] [--threads 2] [--max-tokens 200] [--rounds 5]
 
-Each round runs every prompt once without and once with guesses, greedy, to the end of its turn; both must give the same
-tokens. The time is that of decoding, from the first token to the last, and the engine's clock, by which it decides how
-much to guess, is the same: `--clock cpu` counts the processor time of this process, which is wall time on a quiet
-machine with one thread and stays true on a busy one. Prints the median over the rounds.
+Each round runs every prompt once without and once with each kind of guesses, greedy, to the end of its turn; all
+must give the same tokens. The time is that of decoding, from the first token to the last, and the engine's clock,
+by which it decides how much to guess, is the same: `--clock cpu` counts the processor time of this process, which
+is wall time on a quiet machine with one thread and stays true on a busy one. Prints the median over the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 from backend.engine.config import EngineConfig
 from backend.engine.engine import LLMEngine
 from backend.engine.params import GenerationRequest, SamplingParams
+from backend.models.draft_head import load_draft_head
 from backend.models.loader import LoadedModel, load_model
+from backend.models.native_head import Head, fast_head
 
 STORY = (
     "The harbour of Lindholm lies at the end of a long inlet. In winter the ferries stop at noon, and the pilots"
@@ -71,9 +73,12 @@ def decode(
     return tokens, seconds, last.num_draft_tokens, last.num_accepted_tokens
 
 
-def new_engine(loaded: LoadedModel, speculative: str, clock: Callable[[], float]) -> LLMEngine:
-    config = EngineConfig(num_blocks=256, speculative=speculative)  # pyright: ignore[reportArgumentType]
-    return LLMEngine(loaded.model, loaded.tokenizer, config, clock=clock)
+def new_engine(
+    loaded: LoadedModel, how: str, head: Head | None, clock: Callable[[], float]
+) -> LLMEngine:
+    config = EngineConfig(num_blocks=256, speculative="ngram" if how == "ngram" else "off")
+    draft_head = head if how == "head" else None
+    return LLMEngine(loaded.model, loaded.tokenizer, config, draft_head=draft_head, clock=clock)
 
 
 def prompt_ids(loaded: LoadedModel, text: str) -> list[int]:
@@ -87,6 +92,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--head", type=Path, help="a folder that distill-draft wrote")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
@@ -94,27 +100,34 @@ def main() -> None:
     args = parser.parse_args()
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     loaded = load_model(args.model, threads=args.threads)
-    engines = {name: new_engine(loaded, name, clock) for name in ("off", "ngram")}
+    head = fast_head(load_draft_head(args.head)) if args.head else None
+    names = ("off", "ngram", "head") if head else ("off", "ngram")
+    engines = {name: new_engine(loaded, name, head, clock) for name in names}
     print(
         f"{loaded.name}, {args.threads} threads, {args.clock} time, load {os.getloadavg()[0]:.1f} at start"
     )
-    print("| prompt | off, tok/s | ngram, tok/s | ratio | guessed | right |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| prompt | off, tok/s |"
+        + "".join(f" {n}, tok/s | ratio | guessed | right |" for n in names[1:])
+    )
+    print("|---|---|" + "---|---|---|---|" * len(names[1:]))
     for name, text in PROMPTS.items():
         ids = prompt_ids(loaded, text)
-        speeds: dict[str, list[float]] = {"off": [], "ngram": []}
-        texts, counts = set[tuple[int, ...]](), (0, 0)
+        speeds: dict[str, list[float]] = {name: [] for name in names}
+        texts, counts = set[tuple[int, ...]](), dict[str, list[int]]()
         for _ in range(args.rounds):
             for how, engine in engines.items():
                 tokens, seconds, *counted = decode(engine, clock, ids, args.max_tokens)
                 speeds[how].append((len(tokens) - 1) / seconds)
                 texts.add(tuple(tokens))
-                counts = tuple(counted)
+                counts[how] = counted
         same = "" if len(texts) == 1 else " (other text!)"
-        off, ngram = (statistics.median(speeds[how]) for how in ("off", "ngram"))
-        print(
-            f"| {name}{same} | {off:.1f} | {ngram:.1f} | {ngram / off:.2f} | {counts[0]} | {counts[1]} |"
-        )
+        off, *others = (statistics.median(speeds[how]) for how in names)
+        cells = [
+            f" {speed:.1f} | {speed / off:.2f} | {counts[how][0]} | {counts[how][1]} |"
+            for how, speed in zip(names[1:], others, strict=True)
+        ]
+        print(f"| {name}{same} | {off:.1f} |" + "".join(cells))
     print(f"load {os.getloadavg()[0]:.1f} at end")
 
 

@@ -29,6 +29,7 @@ class DraftModel:
     ) -> None:
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = sampler
+        self._max_position = model.max_position
         self._block_size = config.block_size
         self._max_rows = config.max_num_batched_tokens
         self._vocab_size = sampler.vocab_size
@@ -36,7 +37,7 @@ class DraftModel:
         self._held: list[bytes | None] = [None] * num_blocks
 
     def plan(self, request: EngineRequest, limit: int) -> int:
-        return limit
+        return max(0, min(limit, self._max_position - request.num_tokens))
 
     def propose(self, requests: Sequence[EngineRequest]) -> None:
         """One guess for each request that has caught up, then the next for each that is granted more."""

@@ -21,6 +21,9 @@ class Drafts:
     num_granted: int = 0  # what the scheduler found room for
     num_proposed: int = 0  # since the request began
     num_accepted: int = 0
+    # What the last token was drawn from [hidden_size], kept for a draft head; depends on the tokens alone, so it
+    # outlives preemption.
+    hidden: np.ndarray | None = None
     num_computed_tokens: int = 0  # by the draft model, if that is what guesses
     num_held_blocks: int = 0  # at the front, whose keys and values the draft model has
     _recently_accepted: float = 0.0

@@ -14,7 +14,7 @@ import numpy as np
 from backend.engine.block_pool import BlockPool, root_digest
 from backend.engine.config import EngineConfig, kv_cache_blocks
 from backend.engine.detokenizer import Detokenizer, EngineTokenizer
-from backend.engine.draft_model import DraftModel
+from backend.engine.drafters import new_drafter
 from backend.engine.grammar import MaskThread
 from backend.engine.logit_rules import LogitRules
 from backend.engine.noise import MASK64
@@ -24,6 +24,7 @@ from backend.engine.params import (
     InvalidGeneration,
     RequestClass,
     StepOutput,
+    TokenConstraint,
     TokenLogprob,
     check_embedding,
     check_params,
@@ -35,8 +36,9 @@ from backend.engine.request import EngineRequest, Rows
 from backend.engine.runner import ModelRunner, StepResult
 from backend.engine.sampler import Guess, Sampler
 from backend.engine.scheduler import Scheduled, Scheduler
-from backend.engine.speculate import NgramDrafter, Speculator
+from backend.engine.speculate import Speculator
 from backend.models.batch import Model, cdiv
+from backend.models.native_head import Head
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
@@ -61,13 +63,15 @@ class LLMEngine:
         config: EngineConfig,
         *,
         draft_model: Model | None = None,
+        draft_head: Head | None = None,
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         """Allocates the KV cache. ValueError when the configured context does not fit in it, when models do not match,
         or when `deterministic` is asked of a model that cannot be.
 
-        `draft_model` guesses tokens for `model`; its vocabulary must be the same.
+        `draft_model` guesses tokens for `model`; its vocabulary must be the same. `draft_head` does so from the
+        hidden states of `model`, which it was trained on.
         """
         if config.deterministic and not model.is_batch_invariant:
             raise ValueError(NOT_INVARIANT)
@@ -90,7 +94,17 @@ class LLMEngine:
         block_rows = np.zeros((config.max_num_seqs, row_len), np.int32)
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
         self._sampler = Sampler(self.vocab_size)
-        self._speculator = self._new_speculator(draft_model, num_blocks, block_rows)
+        self._keeps_hidden = draft_head is not None
+        drafter = new_drafter(
+            config,
+            self._sampler,
+            model.hidden_size,
+            block_rows,
+            num_blocks,
+            draft_model=draft_model,
+            draft_head=draft_head,
+        )
+        self._speculator = Speculator(drafter, clock, self.max_model_len) if drafter else None
         self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
@@ -126,6 +140,7 @@ class LLMEngine:
             markers=request.markers,
             objective=request.objective,
             pooler=self._new_pooler(request),
+            keeps_hidden=self._keeps_hidden,
         )
         if params.prompt_logprobs is not None:
             engine_request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], math.nan))
@@ -184,7 +199,7 @@ class LLMEngine:
         self._totals["steps"] += 1
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
-            masks = self._masks.begin([item.request.grammar for item in rows if item.num_draws])
+            masks = self._masks.begin(_masks_wanted(rows))
             result = self._run(rows)
             masks.result()
         except Exception as exc:
@@ -193,7 +208,7 @@ class LLMEngine:
         outputs: list[StepOutput] = []
         for item, logits, hidden in result.by_request(rows):
             if item.request.pooler is None:
-                output = self._advance(item, logits[:, : self.vocab_size])
+                output = self._advance(item, logits[:, : self.vocab_size], hidden)
             else:
                 output = self._embed(item, item.request.pooler, hidden)
             if output is not None:
@@ -220,22 +235,6 @@ class LLMEngine:
             oldest_waiting_s=max((now - request.arrival_s for request in waiting), default=0.0),
         )
 
-    def _new_speculator(
-        self, draft_model: Model | None, num_blocks: int, block_rows: np.ndarray
-    ) -> Speculator | None:
-        if draft_model is None:
-            if self._config.speculative == "off":
-                return None
-            return Speculator(NgramDrafter(), self._clock, self.max_model_len)
-        if draft_model.vocab_size < self.vocab_size:
-            raise ValueError(
-                f"the draft model knows {draft_model.vocab_size} tokens and the model {self.vocab_size}: "
-                "both must have the same vocabulary"
-            )
-        drafter = DraftModel(draft_model, self._config, self._sampler, num_blocks, block_rows)
-        longest = min(self.max_model_len, draft_model.max_position)
-        return Speculator(drafter, self._clock, longest)
-
     def _schedule(self) -> list[Scheduled]:
         if self._speculator is None:
             return self._scheduler.schedule(self._clock())
@@ -254,7 +253,7 @@ class LLMEngine:
             self._speculator.record_step(rows, seconds)
         return result
 
-    def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
+    def _advance(self, rows: Rows, logits: np.ndarray, hidden: np.ndarray) -> StepOutput | None:
         """Take over what a step computed of one request -> None while its tokens are not all computed."""
         request = rows.request
         num_scored = rows.num_logits - rows.num_draws
@@ -265,6 +264,9 @@ class LLMEngine:
             output = self._generate(request, logits[num_scored:])
             if output is None:
                 return self._fail(request, _why_no_draw(request))
+            if rows.num_hidden:
+                last = num_scored + max(0, len(output.token_ids) - 1)
+                request.drafts.hidden = hidden[last]
         # One token is always left to compute: the next step starts from its logits.
         end = rows.start + len(rows.token_ids)
         request.num_computed_tokens = min(end, request.num_tokens - 1)
@@ -339,6 +341,14 @@ class LLMEngine:
         self._scheduler.finish(request)
         if not self._requests:
             self._pool.check_integrity(())
+
+
+def _masks_wanted(rows: list[Rows]) -> list[tuple[TokenConstraint, list[int]]]:
+    return [
+        (item.request.grammar, item.request.drafts.token_ids)
+        for item in rows
+        if item.num_draws and item.request.grammar is not None
+    ]
 
 
 def _count_classes(requests: Iterable[EngineRequest]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Grammars that hold what is generated to a form, over llguidance: a mask of legal tokens for each position.
 
 A grammar is compiled once and copied for each request. A request's copy follows its tokens: `accept` moves it on,
-`rollback` back. Its mask is a pure function of the tokens accepted, so speculation, preemption and neighbours
-cannot change what is legal.
+`rollback` back; guesses (speculative decoding) are followed on a copy of that. A mask is a pure function of the tokens
+before it, so speculation, preemption and neighbours cannot change what is legal.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,7 +53,8 @@ class TokenGrammar:
         self._free: list[bytes] = []  # tokens before `after` has come
         self._waiting = bool(after)
         self._num_matched = 0
-        self._mask: bytes | None = None  # of the position that comes next
+        self._guesses: list[int] = []  # that may come next,
+        self._masks: list[bytes] = []  # and what is legal behind the first 0, 1, .. of them
 
     @property
     def error(self) -> str:
@@ -64,26 +66,54 @@ class TokenGrammar:
         """Nothing but the end of the turn may follow."""
         return not self._waiting and self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def prepare(self) -> None:
-        """Compute the mask of the next position, on any thread; without it `apply` does."""
-        if self._mask is None and not self._waiting:
-            self._mask = self._matcher.compute_bitmask()
+    def num_legal(self, guesses: list[int]) -> int:
+        """How many at the front may come next; where the grammar has not begun, all may."""
+        return len(guesses) if self._waiting else self._matcher.validate_tokens(guesses)
 
-    def apply(self, logits: np.ndarray) -> None:
-        """Take every token that is not legal next out of `logits` [vocab_size], in place."""
+    def forced(self) -> list[int]:
+        """The tokens that spell what the grammar leaves no choice about; [] where it leaves one."""
+        return [] if self._waiting else self._matcher.compute_ff_tokens()
+
+    def prepare(self, guesses: Sequence[int] = ()) -> None:
+        """Compute the masks of the next position and of the one behind each guess, on any thread.
+
+        Without it `apply` does. Behind a guess that is not legal there is none.
+        """
         if self._waiting:
             return
-        self.prepare()
-        assert self._mask is not None
-        bits = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")
+        same = sum(1 for _ in takewhile(_equal, zip(self._guesses, guesses, strict=False)))
+        self._guesses = list(guesses)
+        del self._masks[same + 1 :]
+        if not self._masks:
+            self._masks.append(self._matcher.compute_bitmask())
+        if len(self._masks) > len(guesses):
+            return
+        ahead = self._matcher.deep_copy()  # 15 us; an error on the way stays with the copy
+        ahead.try_consume_tokens(self._guesses[: len(self._masks) - 1])
+        for token_id in self._guesses[len(self._masks) - 1 :]:
+            if not ahead.try_consume_tokens([token_id]):
+                break
+            self._masks.append(ahead.compute_bitmask())
+
+    def apply(self, logits: np.ndarray, guesses: Sequence[int] = ()) -> None:
+        """Take every token that is not legal behind `guesses` out of `logits` [vocab_size], in place."""
+        if self._waiting:
+            return
+        if len(self._masks) <= len(guesses) or self._guesses[: len(guesses)] != list(guesses):
+            self.prepare(guesses)
+        if self._matcher.is_error() or len(self._masks) <= len(guesses):
+            logits[:] = -np.inf
+            return
+        bits = np.unpackbits(np.frombuffer(self._masks[len(guesses)], np.uint8), bitorder="little")
         num_known = min(len(bits), len(logits))
         logits[:num_known][bits[:num_known] == 0] = -np.inf
         logits[num_known:] = -np.inf
-        if self._matcher.is_error():
-            logits[:] = -np.inf
 
     def accept(self, token_id: int) -> None:
-        self._mask = None
+        if len(self._masks) > 1 and self._guesses[0] == token_id:
+            del self._guesses[0], self._masks[0]
+        else:
+            self._forget_masks()
         if self._waiting:
             self._free.append(_spelled(self._tokenizer, token_id))
             tail = b"".join(self._free[-len(self._after) - 1 :])
@@ -94,7 +124,7 @@ class TokenGrammar:
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` accepted."""
-        self._mask = None
+        self._forget_masks()
         num_matched = min(num_tokens, self._num_matched)
         if num_matched:
             self._matcher.rollback(num_matched)
@@ -102,6 +132,9 @@ class TokenGrammar:
         if num_tokens > num_matched:
             del self._free[num_matched - num_tokens :]
             self._waiting = True
+
+    def _forget_masks(self) -> None:
+        self._guesses, self._masks = [], []
 
 
 class CompiledGrammar:
@@ -161,9 +194,8 @@ class MaskThread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "grammar-masks")
 
-    def begin(self, grammars: Sequence[TokenConstraint | None]) -> Future[None]:
-        """Have them all prepared when the future is done; None stands for a request without a grammar."""
-        wanted = [grammar for grammar in grammars if grammar is not None]
+    def begin(self, wanted: Sequence[tuple[TokenConstraint, list[int]]]) -> Future[None]:
+        """Have each grammar prepared, for its guesses too, when the future is done."""
         return self._executor.submit(_prepare_all, wanted) if wanted else _NOTHING_TO_DO
 
 
@@ -171,9 +203,13 @@ _NOTHING_TO_DO: Future[None] = Future()
 _NOTHING_TO_DO.set_result(None)
 
 
-def _prepare_all(grammars: Sequence[TokenConstraint]) -> None:
-    for grammar in grammars:
-        grammar.prepare()
+def _prepare_all(wanted: Sequence[tuple[TokenConstraint, list[int]]]) -> None:
+    for grammar, guesses in wanted:
+        grammar.prepare(guesses)
+
+
+def _equal(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _one_line(error: str) -> str:

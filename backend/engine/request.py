@@ -48,6 +48,7 @@ class EngineRequest:
     markers: dict[int, bytes] = field(default_factory=dict[int, bytes])  # special tokens to show
     objective: Objective = Objective()
     pooler: Pooler | None = None  # a vector is wanted in place of an answer
+    keeps_hidden: bool = False  # a draft head reads the hidden states that tokens are drawn from
 
     served_as: RequestClass = field(init=False)  # its class, or a better one while it is the guest
     is_online: bool = field(init=False)  # served as one that somebody waits for
@@ -155,7 +156,8 @@ class EngineRequest:
         token_ids += self.drafts.token_ids[: num_tokens - len(token_ids)]
         end = start + len(token_ids)
         first = self.max_cached_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
-        return Rows(self, start, token_ids, max(0, end - max(start, first)))
+        num_logits = max(0, end - max(start, first))
+        return Rows(self, start, token_ids, num_logits, num_logits if self.keeps_hidden else 0)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

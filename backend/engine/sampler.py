@@ -85,7 +85,8 @@ class Sampler:
 
     def guess(self, raw: np.ndarray, request: EngineRequest) -> None:
         """Draw the request's next guess from a draft model's logits `raw` [vocab_size]; none from what is no number."""
-        params, drafts, logits = request.params, request.drafts, _legal_logits(raw, request)
+        params, drafts = request.params, request.drafts
+        logits = _legal_logits(raw, request, drafts.token_ids)
         best = int(logits.argmax())
         if not math.isfinite(logits[best]):
             return
@@ -168,8 +169,10 @@ def law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _legal_logits(raw: np.ndarray, request: EngineRequest) -> np.ndarray:
-    """What the request's rules and grammar make of its row; `raw` stays as it is.
+def _legal_logits(
+    raw: np.ndarray, request: EngineRequest, guesses: Sequence[int] = ()
+) -> np.ndarray:
+    """What the request's rules and grammar make of its row, behind `guesses` if any; `raw` stays as it is.
 
     Where they leave no token (min_tokens forbids the end, the grammar all else), the grammar has it.
     """
@@ -180,10 +183,10 @@ def _legal_logits(raw: np.ndarray, request: EngineRequest) -> np.ndarray:
     if rules is not None:
         rules.apply(logits)
     if grammar is not None:
-        grammar.apply(logits)
+        grammar.apply(logits, guesses)
         if rules is not None and logits.max() == -math.inf:
             logits = raw.copy()
-            grammar.apply(logits)
+            grammar.apply(logits, guesses)
     return logits
 
 

@@ -35,6 +35,8 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
+    """What a grammar leaves no choice about, else what followed before."""
+
     def __init__(self) -> None:
         self._histories: dict[str, TokenHistory] = {}
 
@@ -42,8 +44,13 @@ class NgramDrafter:
         history = self._histories.get(request.request_id)
         if history is None:
             history = self._histories[request.request_id] = TokenHistory()
-        request.drafts.token_ids = history.continuation(request.token_ids, limit)
-        return len(request.drafts.token_ids)
+        grammar = request.grammar
+        guesses = grammar.forced()[:limit] if grammar is not None else []
+        guesses = guesses or history.continuation(request.token_ids, limit)
+        if grammar is not None:
+            del guesses[grammar.num_legal(guesses) :]
+        request.drafts.token_ids = guesses
+        return len(guesses)
 
     def propose(self, requests: Sequence[EngineRequest]) -> None:
         """They have theirs since `plan`."""
@@ -64,14 +71,14 @@ class Speculator:
         self._cost = StepCost()
 
     def plan(self, running: Sequence[EngineRequest]) -> None:
-        """Set `drafts.num_wanted` of every running request; 0 where a grammar rules: masks are made for one row."""
+        """Set `drafts.num_wanted` of every running request."""
         for request in running:
             request.drafts.clear()
         decoding = [request for request in running if request.num_wanted_tokens == 1]
-        guessable = [request for request in decoding if request.grammar is None]
-        num_others = len(decoding) - len(guessable)
-        seconds = self._cost.with_guesses(len(guessable), num_others) if guessable else []
-        for request in guessable:
+        seconds = self._cost.with_guesses(len(decoding)) if decoding else []
+        if not self._cost.has_seen(len(decoding)):
+            seconds = seconds[:1]  # what guesses save must be known before what they cost
+        for request in decoding:
             limit = min(
                 guesses_worth(request.drafts.acceptance, seconds),
                 request.max_output_tokens - request.num_output_tokens - 1,
@@ -130,7 +137,7 @@ def guesses_worth(acceptance: float, seconds: Sequence[float]) -> int:
 
 
 class StepCost:
-    """What a step of n rows takes, as measured of late; between and beyond measured numbers it is interpolated.
+    """What a step of n rows takes, as measured of late; between and beyond measured numbers it is a straight line.
 
     No formula: on a CPU kernels take rows in groups, so the cost goes up in stairs. The estimate follows faster steps
     quickly and slower ones slowly: other programs only ever make a step slower.
@@ -141,9 +148,15 @@ class StepCost:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by rows
+        self._fewest_rows = self.MAX_ROWS + 1  # of a step so far
         self._seconds_per_guess = 0.0
 
+    def has_seen(self, num_rows: int) -> bool:
+        """Whether a step of so many rows, or fewer, was measured."""
+        return self._fewest_rows <= num_rows
+
     def add_step(self, num_rows: int, seconds: float) -> None:
+        self._fewest_rows = min(self._fewest_rows, num_rows)
         if num_rows <= self.MAX_ROWS and seconds > 0.0:
             known = self._seconds.get(num_rows, seconds)
             self._seconds[num_rows] = known + (0.3 if seconds < known else 0.03) * (seconds - known)
@@ -152,11 +165,10 @@ class StepCost:
         if num_guesses:
             self._seconds_per_guess += 0.1 * (seconds / num_guesses - self._seconds_per_guess)
 
-    def with_guesses(self, num_requests: int, num_others: int = 0) -> list[float]:
-        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses, and `num_others` none."""
+    def with_guesses(self, num_requests: int) -> list[float]:
+        """Seconds of a step in which each of `num_requests` has 0, 1, .. MAX_DRAFTS guesses."""
         return [
-            self._of(num_others + num_requests * (1 + k))
-            + num_requests * k * self._seconds_per_guess
+            self._of(num_requests * (1 + k)) + num_requests * k * self._seconds_per_guess
             for k in range(MAX_DRAFTS + 1)
         ]
 
@@ -168,6 +180,9 @@ class StepCost:
         if below is not None and above is not None:
             share = (num_rows - below) / (above - below)
             return (1 - share) * self._seconds[below] + share * self._seconds[above]
+        if below is not None and (least := min(self._seconds)) < below:  # on in a straight line
+            slope = (self._seconds[below] - self._seconds[least]) / (below - least)
+            return self._seconds[below] + max(0.0, slope) * (num_rows - below)
         nearest = below or above
         if nearest is None:
             return 1.0 + self.PRIOR_SLOPE * num_rows

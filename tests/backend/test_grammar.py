@@ -251,7 +251,7 @@ def test_a_grammar_beside_guesses_changes_neither(how: str, budget: int) -> None
         assert [e.token_id for e in out.prompt_logprobs][1:] == [
             e.token_id for e in alone[name].prompt_logprobs
         ][1:]
-    assert together["held"].num_draft_tokens == 0
+    assert together["held"].num_accepted_tokens > 0
     assert together["free"].num_accepted_tokens > 10
 
 

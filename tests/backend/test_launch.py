@@ -95,6 +95,13 @@ def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert told(str(tmp_path)) == []
 
 
+def test_a_draft_head_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert faults(engine={"speculative": "head:/no/such"}) == [
+        "engine.speculative: /no/such: no such file or folder"
+    ]
+    assert faults(engine={"speculative": f"head:{tmp_path}"}) == []
+
+
 @pytest.mark.parametrize(
     "fields", [{"base_url": "http://x"}, {"api_key": Secret("s3cret")}, {"options": {"a": 1}}]
 )

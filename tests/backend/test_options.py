@@ -36,18 +36,22 @@ def test_deterministic_reaches_the_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "drafter", "draft_path"),
+    ("value", "drafter", "draft_path", "head_path"),
     [
-        ("off", "off", ""),
-        ("ngram", "ngram", ""),
-        ("auto", "ngram", ""),
-        ("draft:models/small.gguf", "off", "models/small.gguf"),
+        ("off", "off", "", ""),
+        ("ngram", "ngram", "", ""),
+        ("auto", "ngram", "", ""),
+        ("draft:models/small.gguf", "off", "models/small.gguf", ""),
+        ("head:heads/a", "off", "", "heads/a"),
     ],
 )
-def test_who_guesses_is_chosen_by_name(value: str, drafter: str, draft_path: str) -> None:
+def test_who_guesses_is_chosen_by_name(
+    value: str, drafter: str, draft_path: str, head_path: str
+) -> None:
     options = parse_options({"speculative": value})
     assert option_faults({"speculative": value}) == []
     assert (options.engine_config().speculative, options.draft_path) == (drafter, draft_path)
+    assert options.head_path == head_path
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
@@ -81,6 +85,7 @@ def test_each_fault_has_a_line() -> None:
         ("num_blocks", 0),
         ("speculative", "medusa"),
         ("speculative", "draft:"),
+        ("speculative", "head:"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> None:

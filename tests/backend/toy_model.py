@@ -12,6 +12,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import LLMEngine
 from backend.engine.params import GenerationRequest, RequestClass, SamplingParams, StepOutput
 from backend.models.batch import Batch, KVCache
+from backend.models.draft_head import DraftHead
 
 EOS = 0
 VOCAB_SIZE = 64
@@ -99,7 +100,7 @@ class ToyModel:
         return self.logits(self.hidden_states(batch, kv))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return (hidden @ self._head.T).float()
+        return (hidden.double() @ self._head.T).float()
 
     def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
         self.num_forwards += 1
@@ -111,7 +112,7 @@ class ToyModel:
             kv.values[layer].view(-1, self._dim)[batch.slot_mapping] = v
             x = x + self._attend(q, batch, kv, layer)
             x = x + torch.tanh(x @ self._mlp[layer].T)
-        return x[batch.logits_rows]
+        return x[batch.logits_rows].float()
 
     def _attend(self, q: Tensor, batch: Batch, kv: KVCache, layer: int) -> Tensor:
         out = torch.empty_like(q)
@@ -155,6 +156,7 @@ def new_engine(
     model: ToyModel | None = None,
     tokenizer: ToyTokenizer | None = None,
     draft_model: ToyModel | None = None,
+    draft_head: DraftHead | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     **config: object,
 ) -> LLMEngine:
@@ -164,6 +166,7 @@ def new_engine(
         tokenizer or ToyTokenizer(),
         EngineConfig(**settings),  # pyright: ignore[reportArgumentType]
         draft_model=draft_model,
+        draft_head=draft_head,
         clock=clock,
         entropy=iter(range(1, 10**6)).__next__,
     )

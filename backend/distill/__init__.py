@@ -1,0 +1,1 @@
+"""Training a draft head on a model's own answers: what `tidegate distill-draft` runs."""
