@@ -16,14 +16,14 @@ from backend.reasoning import CLOSING
 if TYPE_CHECKING:
     from backend.engine.grammar import CompiledGrammar, GrammarCompiler, TokenGrammar
 
-MAX_ROWS = 2048  # prompts x n of one request
+MAX_ROWS = 1024  # prompts x n of one request
 INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside the event loop
 
 
 class Refused(Exception):
     """A request that is answered with `Rejected`."""
 
-    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -92,7 +92,9 @@ class PromptReader:
                 raise Refused("prompt is empty: it needs at least one text", "prompt")
             prompts = self._completions(request)
         rows = request.rows_per_prompt
-        if len(prompts) * rows > MAX_ROWS:
+        if request.n < 1:
+            raise Refused(f"n must be at least 1, got {request.n}", "n")
+        if request.embedding is None and len(prompts) * rows > MAX_ROWS:
             message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
             raise Refused(message, "n" if rows == request.n else "best_of")
         if (spec := self._grammar(request)) is not None:
@@ -110,7 +112,7 @@ class PromptReader:
         try:
             return self.grammars.compile(spec)
         except InvalidGrammar as exc:
-            raise Refused(f"Invalid {spec.param}: {exc}", spec.param, "invalid_value") from exc
+            raise Refused(f"Invalid {spec.param}: {exc}", spec.param) from exc
 
     def _chat(self, request: Generate) -> Prompt:
         if self.chat is None:

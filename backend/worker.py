@@ -171,6 +171,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             path,
             dtype=options.dtype,
             quantization=options.quantization,
+            activations=options.activations,
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
@@ -216,6 +217,7 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
         Path(options.draft_path),
         dtype=options.dtype,
         quantization=options.quantization,
+        activations=options.activations,
         threads=settings.threads,
     )
     token_ids = range(tokenizer.vocab_size)

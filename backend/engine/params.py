@@ -128,9 +128,7 @@ class StepOutput(msgspec.Struct):
     num_draft_tokens: int = 0  # guessed so far
     num_accepted_tokens: int = 0  # of those, right
     mean_logprob: float = 0.0  # of the tokens generated so far, where `logprobs` are asked for
-    embedding: bytes = (
-        b""  # float32, little-endian, of length 1: the one output of a request that asks for it
-    )
+    embedding: bytes = b""  # float32, little-endian, of length 1; then there is no other output
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ class Pooler:
     """
 
     def __init__(self, pooling: Pooling, num_tokens: int, dimensions: int) -> None:
-        self._pooling: Pooling = pooling
         self._num_tokens = num_tokens
         self._dimensions = dimensions
         self._num_pooled = 0 if pooling == "mean" else num_tokens - 1  # those before do not count

@@ -51,6 +51,7 @@ class EngineRequest:
     keeps_hidden: bool = False  # a draft head reads the hidden states that tokens are drawn from
 
     served_as: RequestClass = field(init=False)  # its class, or a better one while it is the guest
+    is_online: bool = field(init=False)  # served as one that somebody waits for
     deadline_s: float = field(init=False)  # of the first token
     moved_s: float = field(init=False)  # when it last had a place in a step, or arrived
     rank_s: float = field(
@@ -73,7 +74,7 @@ class EngineRequest:
     sum_logprobs: float = 0.0  # of the output, where logprobs are asked for
 
     def __post_init__(self) -> None:
-        self.served_as = self.klass
+        self.served_as, self.is_online = self.klass, urgency.is_online(self.klass)
         self.deadline_s = urgency.deadline_s(self.arrival_s, self.klass, self.objective)
         self.moved_s, self.rank_s = self.arrival_s, self.deadline_s
 
@@ -116,28 +117,23 @@ class EngineRequest:
     @property
     def is_decoding(self) -> bool:
         """All known tokens are computed but the last."""
-        return self.num_wanted_tokens == 1
-
-    @property
-    def is_online(self) -> bool:
-        """Served as one that somebody waits for."""
-        return urgency.is_online(self.served_as)
+        return len(self.token_ids) - self.num_computed_tokens == 1
 
     @property
     def tpot_s(self) -> float | None:
         return None if self.objective.tpot_ms is None else self.objective.tpot_ms / 1000
 
-    @property
-    def next_token_due_s(self) -> float:
-        """When the next token keeps the TPOT objective, counted from the first; infinity without one."""
-        if self.tpot_s is None or self.first_token_s is None:
+    def next_token_due_s(self, tpot_s: float) -> float:
+        """When the next token keeps that pace, counted from the first; infinity before there was one."""
+        if self.first_token_s is None:
             return math.inf
-        return self.first_token_s + self.num_output_tokens * self.tpot_s
+        return self.first_token_s + self.num_output_tokens * tpot_s
 
     @property
     def queue_rank(self) -> tuple[RequestClass, bool, float, int]:
-        """Smallest first: class, then whoever was preempted, then deadline and length, then arrival."""
-        return self.served_as, self.num_preemptions == 0, self.rank_s, self.arrival
+        """Smallest first: class, then whoever was preempted by arrival, then the others by deadline and length."""
+        rank_s = 0.0 if self.num_preemptions else self.rank_s
+        return self.served_as, self.num_preemptions == 0, rank_s, self.arrival
 
     @property
     def run_rank(self) -> tuple[RequestClass, int]:
@@ -146,7 +142,7 @@ class EngineRequest:
 
     def serve_as(self, klass: RequestClass) -> None:
         """Rank it from here on like one of that class that came when it did."""
-        self.served_as = klass
+        self.served_as, self.is_online = klass, urgency.is_online(klass)
         self.deadline_s = min(
             self.deadline_s, urgency.deadline_s(self.arrival_s, klass, Objective())
         )

@@ -47,9 +47,6 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     max_position: int  # longest context, in tokens
-    window: (
-        int | None
-    )  # every layer reads this many tokens back at most; None: some layer reads them all
     fingerprint: str  # weights, quantization and dtype: part of every prefix-cache key
     # How many tokens back any layer looks, the token itself included; None: some layer looks back to the beginning.
     # Blocks behind it are taken away, and their entries of `block_tables` lead to a block of zeros.

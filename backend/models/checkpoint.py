@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from backend.cpu.packed import PackedWeight, pack
 from backend.models.config import ModelConfig
@@ -63,20 +64,27 @@ class SafetensorsCheckpoint:
         return self._shard_of.keys()
 
     def weight(self, name: str) -> PackedWeight:
+        tensor = self.tensor(name)
+        if self._norms_store_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() + 1
+        try:
+            return pack(tensor)
+        except KeyError as exc:
+            raise ModelLoadError(
+                f"{self.source}: tensor {name} is stored as {exc.args[0]}"
+            ) from exc
+
+    def tensor(self, name: str) -> Tensor:
+        """As it is stored. Raises ModelLoadError."""
         shard = self._shard_of.get(name)
         if shard is None:
             raise ModelLoadError(f"{self.source}: tensor {name} is missing")
         try:
             if shard not in self._open:
                 self._open[shard] = _open_shard(shard)
-            tensor = self._open[shard].get_tensor(self._stored_as[name])
-            if self._norms_store_offset and name.endswith("norm.weight"):
-                tensor = tensor.float() + 1
-            return pack(tensor)
+            return self._open[shard].get_tensor(self._stored_as[name])
         except SafetensorError as exc:
             raise ModelLoadError(f"{shard}: {exc}") from exc
-        except KeyError as exc:
-            raise ModelLoadError(f"{shard}: tensor {name} is stored as {exc.args[0]}") from exc
 
 
 # Models that also see keep their language part one level down; Mixtral has names of its own.
@@ -103,6 +111,8 @@ def _shards(folder: Path) -> dict[str, Path]:
         if not isinstance(weight_map, Mapping):
             raise ModelLoadError(f"{index}: weight_map is missing")
         return {name: folder / Path(str(shard)).name for name, shard in weight_map.items()}
+    if not single.exists() and len(others := list(folder.glob("*.safetensors"))) == 1:
+        single = others[0]  # quantizers name it after bits and groups
     return dict.fromkeys(_open_shard(single).keys(), single)
 
 

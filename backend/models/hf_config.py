@@ -43,8 +43,6 @@ def _family(document: Mapping[str, Any], source: str) -> Family:
 def _refuse_what_is_not_built(get: Metadata) -> None:
     if get.flag("mlp_bias"):
         raise get.refuse("mlp_bias")
-    if get.values.get("quantization_config"):
-        raise ModelLoadError(f"{get.source}: quantized safetensors checkpoints are not supported")
     if get.number("partial_rotary_factor", 1.0) != 1:
         raise get.refuse("partial_rotary_factor (rotary embedding of a part of each head)")
 

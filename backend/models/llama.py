@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backend.cpu.activations import rounding_first
 from backend.cpu.attention import AttentionPlan, plan_attention
 from backend.cpu.linear import Linear, make_linear
 from backend.cpu.packed import PackedWeight
@@ -27,22 +28,24 @@ __all__ = ["Llama", "LlamaLayerWeights", "LlamaWeights", "read_llama_weights"]
 class Llama:
     """Implements `backend.models.batch.Model`."""
 
-    window: int | None = None
     is_batch_invariant = False  # matrix products of other sizes sum in another order
 
     def __init__(
-        self, weights: LlamaWeights, dtype: torch.dtype, quantization: str = "none"
+        self, weights: LlamaWeights, dtype: torch.dtype, activations: str = "float32"
     ) -> None:
-        def make(stacked: Sequence[PackedWeight]) -> Linear:
-            return make_linear(stacked, dtype, quantization)
-
+        """`activations`: "int8" gives what the native tier gives then, with dtype float32; it saves no time here."""
         config = weights.config
+
+        def make(stack: Sequence[PackedWeight]) -> Linear:
+            linear = make_linear(stack, dtype)
+            return rounding_first(linear, stack) if activations == "int8" else linear
+
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
         self.window = config.window
         self.hidden_size = config.hidden_size
         self.fingerprint = (
-            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{quantization}"
+            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{activations}"
         )
         self._embedding = weights.embed.dequantize().mul_(config.embedding_scale).to(dtype)
         self._layers = [

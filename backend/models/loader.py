@@ -12,7 +12,7 @@ import torch
 from backend.cpu.native import native_available
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
-from backend.models.checkpoint import Checkpoint, SafetensorsCheckpoint, read_json
+from backend.models.checkpoint import Checkpoint, read_json
 from backend.models.config import ModelConfig
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.gguf import GGUFFile
@@ -21,12 +21,14 @@ from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.native_llama import build_native, unsupported
+from backend.models.prequantized import open_folder
+from backend.models.quantized import QUANTIZATIONS, in_quantization
 from backend.models.tokenizer import Tokenizer
 
 __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_QUANTIZATIONS = ("auto", "none", "w4")
+_ACTIVATIONS = ("auto", "float32", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ def load_model(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
+    activations: str = "auto",
     max_model_len: int | None = None,
     threads: int | None = None,
     native: bool = True,
@@ -53,7 +56,10 @@ def load_model(
     Args:
         dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
-        quantization: "none"; "w4", 4-bit weights for steps of few rows, needs bfloat16; "auto" is "none" here.
+        quantization: "auto": weights as the file has them; "none": all dense; "w8" or "w4": the layers' matrices in
+            that format (`backend.quant`); "w8a8": "w8" with activations "int8".
+        activations: "float32" or "auto": they meet the weights as they are; "int8": rounded to bytes first, 32 columns
+            to a scale, where the weights are in blocks (Q8_0, Q4_0, Q4_1); needs float32.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
@@ -61,7 +67,10 @@ def load_model(
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    chosen_dtype = _choose_dtype(dtype, quantization)
+    _check_formats(quantization, activations, dtype)
+    in_bytes = activations == "int8" or quantization == "w8a8"
+    chosen_dtype = torch.float32 if in_bytes else _choose_dtype(dtype)
+    chosen_activations = "int8" if in_bytes else "float32"
     if threads is not None:
         torch.set_num_threads(threads)
     parts = _read(path)
@@ -70,37 +79,43 @@ def load_model(
         raise ModelLoadError(
             f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
         )
-    weights = read_llama_weights(parts.checkpoint, config)
-    why_portable = "it was asked for"
-    if native:
-        why_portable = _why_portable(config, dtype, quantization)
+    weights = read_llama_weights(in_quantization(parts.checkpoint, quantization), config)
+    why_portable = _why_portable(config, dtype) if native else "it was asked for"
     model: Model | None = None
     if why_portable is None:
-        model = build_native(config, weights, threads=threads)
+        model = build_native(config, weights, threads=threads, activations=chosen_activations)
     if model is None:
-        model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none")
+        model = Llama(weights, chosen_dtype, chosen_activations)
     tier = f"portable ({why_portable})" if why_portable else "native"
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name, tier)
 
 
-def _why_portable(config: ModelConfig, dtype: str, quantization: str) -> str | None:
+def _why_portable(config: ModelConfig, dtype: str) -> str | None:
     """None: the native tier serves this model on this machine."""
-    if dtype == "bfloat16" or quantization == "w4":
-        return "the native tier has neither dtype bfloat16 nor quantization w4"
+    if dtype == "bfloat16":
+        return "the native tier has no dtype bfloat16"
     return unsupported(config) or native_available()
 
 
-def _choose_dtype(dtype: str, quantization: str) -> torch.dtype:
-    if quantization not in _QUANTIZATIONS:
-        raise ModelLoadError(
-            f"quantization must be one of {', '.join(_QUANTIZATIONS)}; got {quantization!r}"
-        )
+def _check_formats(quantization: str, activations: str, dtype: str) -> None:
+    for name, value, known in (
+        ("quantization", quantization, QUANTIZATIONS),
+        ("activations", activations, _ACTIVATIONS),
+        ("dtype", dtype, ("auto", *_DTYPES)),
+    ):
+        if value not in known:
+            raise ModelLoadError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+    if quantization == "w8a8" and activations == "float32":
+        raise ModelLoadError("quantization w8a8 needs activations int8 or auto; got float32")
+    if dtype == "bfloat16" and activations == "int8":
+        raise ModelLoadError("activations int8 needs dtype float32; got bfloat16")
+    if dtype == "bfloat16" and quantization == "w8a8":
+        raise ModelLoadError("quantization w8a8 needs dtype float32; got bfloat16")
+
+
+def _choose_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":
-        dtype = "bfloat16" if quantization == "w4" or _multiplies_bfloat16() else "float32"
-    if dtype not in _DTYPES:
-        raise ModelLoadError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {dtype!r}")
-    if quantization == "w4" and dtype != "bfloat16":
-        raise ModelLoadError(f"quantization w4 needs dtype bfloat16; got {dtype}")
+        dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
     return _DTYPES[dtype]
 
 
@@ -155,7 +170,7 @@ def _read_folder(folder: Path) -> _Parts:
     )
     template = _template(_folder_templates(folder, config), bos_token, eos_token, folder)
     return _Parts(
-        SafetensorsCheckpoint(folder),
+        open_folder(folder),
         tokenizer_from_folder(folder),
         template,
         folder.resolve().name,

@@ -32,6 +32,7 @@ def build_native(
     *,
     max_position: int | None = None,
     threads: int | None = None,
+    activations: str = "float32",
 ) -> NativeLlama | None:
     """None when this machine or this shape of model has no native tier; the portable one then serves.
 
@@ -39,7 +40,9 @@ def build_native(
     """
     if unsupported(config) or native.native_available():
         return None
-    return NativeLlama(config, weights, max_position=max_position, threads=threads)
+    return NativeLlama(
+        config, weights, max_position=max_position, threads=threads, activations=activations
+    )
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -73,7 +76,6 @@ class NativeLlama:
     tokens are not contiguous.
     """
 
-    window: int | None = None
     is_batch_invariant = True
 
     def __init__(
@@ -83,12 +85,15 @@ class NativeLlama:
         *,
         max_position: int | None = None,
         threads: int | None = None,
+        activations: str = "float32",
     ) -> None:
+        """`activations`: "float32" multiplies exactly, "int8" rounds them to bytes, 32 columns to a scale."""
         self.config = config
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = max_position or config.max_position
         self.window: int | None = None
-        self.fingerprint = f"{weights.fingerprint}-native-f32"
+        self.fingerprint = f"{weights.fingerprint}-native-{activations}"
+        self.activations = activations
         self.threads = threads or native.default_threads()
         self._arena = Arena()
         self._matrices: list[NativeMatrix] = []
@@ -173,6 +178,8 @@ class NativeLlama:
             c.head_dim,
             c.vocab_size,
             self.threads,
+            self.activations == "int8",
+            0,
             c.rms_norm_eps,
             1 / math.sqrt(c.head_dim),
             self._vector(weights.inv_freq),

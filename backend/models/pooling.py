@@ -43,8 +43,10 @@ def _of_folder(config: Mapping[str, Any]) -> Pooling | None:
 
 
 def _of_gguf(metadata: Mapping[str, Any]) -> Pooling | None:
-    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
-    if kind and kind not in _GGUF_TYPES:
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    if not isinstance(kind, int) or kind == 0:
+        return None
+    if kind not in _GGUF_TYPES:
         _warn(_GGUF_NAMES[kind] if kind in range(len(_GGUF_NAMES)) else str(kind))
     return _GGUF_TYPES.get(kind)
 

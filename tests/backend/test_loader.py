@@ -113,8 +113,11 @@ def test_a_longer_context_than_the_models_is_refused_with_the_numbers(folder: Pa
     ("options", "says"),
     [
         ({"dtype": "fp8"}, "dtype must be one of auto, float32, bfloat16; got 'fp8'"),
-        ({"quantization": "w2"}, "quantization must be one of auto, none, w4; got 'w2'"),
-        ({"quantization": "w4", "dtype": "float32"}, "w4 needs dtype bfloat16"),
+        ({"quantization": "w2"}, "quantization must be one of auto, none, w8, w4, w8a8; got 'w2'"),
+        ({"quantization": "w8a8", "dtype": "bfloat16"}, "w8a8 needs dtype float32"),
+        ({"quantization": "w8a8", "activations": "float32"}, "w8a8 needs activations int8 or auto"),
+        ({"activations": "int4"}, "activations must be one of auto, float32, int8; got 'int4'"),
+        ({"activations": "int8", "dtype": "bfloat16"}, "activations int8 needs dtype float32"),
     ],
 )
 def test_a_number_format_that_we_do_not_have_is_refused(
@@ -123,10 +126,53 @@ def test_a_number_format_that_we_do_not_have_is_refused(
     assert says in refused(folder, **options)
 
 
-def test_four_bit_weights_bring_bfloat16_along(folder: Path) -> None:
-    model = load_model(folder, native=False, quantization="w4").model
-    assert isinstance(model, Llama)
-    assert model.dtype == torch.bfloat16
+@pytest.mark.parametrize("quantization", ["none", "w8", "w4", "w8a8"])
+def test_both_tiers_answer_alike_in_each_quantization(gguf_path: Path, quantization: str) -> None:
+    portable, native = (
+        load_model(gguf_path, native=wanted, dtype="float32", quantization=quantization)
+        for wanted in (False, True)
+    )
+    if not isinstance(native.model, NativeLlama):
+        pytest.skip("no native tier on this machine")
+    assert torch.allclose(logits(portable), logits(native), atol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_w8a8_is_w8_with_activations_in_bytes(folder: Path, native: bool) -> None:
+    first, second = (
+        load_model(folder, native=native, quantization=quantization, activations=activations)
+        for quantization, activations in (("w8a8", "auto"), ("w8", "int8"))
+    )
+    assert first.model.fingerprint == second.model.fingerprint
+    assert torch.equal(logits(first), logits(second))
+
+
+def test_none_widens_the_blocks_of_a_quantized_file(tmp_path: Path) -> None:
+    path = tiny_llama.write_gguf(tmp_path / "q.gguf", tiny_llama.tensors(), kind="Q4_1")
+    packed, dense = (
+        load_model(path, native=False, dtype="float32", quantization=quantization)
+        for quantization in ("auto", "none")
+    )
+    assert packed.model.fingerprint != dense.model.fingerprint
+    assert torch.equal(logits(packed), logits(dense))
+
+
+def test_a_width_that_a_format_cannot_hold_names_the_tensor(tmp_path: Path) -> None:
+    weights = tiny_llama.tensors()
+    for layer in range(CONFIG.num_layers):
+        for name, cut in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            key = f"model.layers.{layer}.mlp.{name}.weight"
+            weights[key] = weights[key].narrow(cut, 0, 80)
+    folder = tiny_llama.write_folder(tmp_path, weights, intermediate_size=80)
+    assert refused(folder, quantization="w4").endswith(
+        "tensor model.layers.0.mlp.down_proj.weight: w4 needs a width that is a multiple of 32, got 80"
+    )
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_rounded_activations_are_part_of_the_fingerprint(folder: Path, native: bool) -> None:
+    models = [load_model(folder, native=native, activations=a).model for a in ("auto", "int8")]
+    assert models[0].fingerprint != models[1].fingerprint
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
@@ -210,7 +256,7 @@ def test_a_shard_that_points_outside_the_folder_is_not_followed(tmp_path: Path) 
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers has the unexpected value 2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized safetensors"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method None"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
             "original_max_position_embeddings is missing",

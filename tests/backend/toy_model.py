@@ -157,6 +157,7 @@ def new_engine(
     tokenizer: ToyTokenizer | None = None,
     draft_model: ToyModel | None = None,
     draft_head: DraftHead | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
     **config: object,
 ) -> LLMEngine:
     settings = {"block_size": 4, "num_blocks": 256, **config}
@@ -166,7 +167,7 @@ def new_engine(
         EngineConfig(**settings),  # pyright: ignore[reportArgumentType]
         draft_model=draft_model,
         draft_head=draft_head,
-        clock=lambda: 0.0,
+        clock=clock,
         entropy=iter(range(1, 10**6)).__next__,
     )
 
