@@ -168,6 +168,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             _model_path(settings),
             dtype=options.dtype,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
@@ -203,6 +204,7 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
         Path(options.draft_path),
         dtype=options.dtype,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         threads=settings.threads,
     )
     token_ids = range(tokenizer.vocab_size)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, device
+
+from backend.quant.kv import Int8Cache, KVTensor
 
 
 @dataclass(slots=True)
@@ -29,13 +32,26 @@ class Batch:
 class KVCache:
     """Paged keys and values, one pair of tensors a layer, each `[num_kv_heads, num_blocks, block_size, head_dim]`."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: list[KVTensor]
+    values: list[KVTensor]
     block_size: int
 
     @property
     def num_blocks(self) -> int:
         return self.keys[0].shape[1]
+
+    @property
+    def device(self) -> device:
+        return self.keys[0].device
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every plain tensor, `[num_kv_heads, num_blocks, block_size, ...]`: what a copy of blocks must carry."""
+        for cache in (*self.keys, *self.values):
+            if isinstance(cache, Int8Cache):
+                yield cache.codes
+                yield cache.scales
+            else:
+                yield cache
 
 
 class Model(Protocol):
@@ -43,7 +59,9 @@ class Model(Protocol):
 
     vocab_size: int
     max_position: int  # longest context, in tokens
-    fingerprint: str  # weights, quantization and dtype: part of every prefix-cache key
+    fingerprint: (
+        str  # weights, quantization, dtype and cache format: part of every prefix-cache key
+    )
 
     def kv_bytes_per_block(self, block_size: int) -> int: ...
 

@@ -20,6 +20,7 @@ from backend.models.checkpoint import Checkpoint, checkpoint_fingerprint
 from backend.models.config import ModelConfig
 from backend.models.errors import ModelLoadError
 from backend.models.layers import RotaryTable, inverse_frequencies, rotate
+from backend.quant.kv import new_cache, row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +117,18 @@ class Llama:
     """The portable tier: torch alone, any CPU."""
 
     def __init__(
-        self, weights: LlamaWeights, dtype: torch.dtype, quantization: str = "none"
+        self,
+        weights: LlamaWeights,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype`: of the KV cache; None: that of the arithmetic."""
         config = weights.config
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
-        self.fingerprint = (
-            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{quantization}"
-        )
+        formats = f"{dtype}-{quantization}-{self.kv_dtype}".replace("torch.", "")
+        self.fingerprint = f"{weights.fingerprint}-{formats}"
         self._embedding = weights.embed.dequantize().to(dtype)
         self._layers = [_Layer(layer, dtype, quantization) for layer in weights.layers]
         self._norm = weights.norm.to(dtype)
@@ -131,15 +136,14 @@ class Llama:
         self._rotary = RotaryTable(weights.inv_freq, dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        row = self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+        row = self.config.num_kv_heads * row_bytes(self.config.head_dim, self.kv_dtype)
         return 2 * self.config.num_layers * block_size * row
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed, so that padding read beside real tokens is finite."""
         shape = (self.config.num_kv_heads, num_blocks, block_size, self.config.head_dim)
         layers = range(self.config.num_layers)
-        keys = [torch.zeros(shape, dtype=self.dtype) for _ in layers]
-        values = [torch.zeros(shape, dtype=self.dtype) for _ in layers]
+        keys = [new_cache(shape, self.kv_dtype) for _ in layers]
+        values = [new_cache(shape, self.kv_dtype) for _ in layers]
         return KVCache(keys, values, block_size)
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _QUANTIZATIONS = ("auto", "none", "w4")
+_KV_DTYPES = {**_DTYPES, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ def load_model(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
     threads: int | None = None,
     native: bool = True,
@@ -48,9 +50,10 @@ def load_model(
     """Load a GGUF file, or a transformers folder with safetensors.
 
     Args:
-        dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
+        dtype: of activations: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
         quantization: "none"; "w4", 4-bit weights for steps of few rows, needs bfloat16; "auto" is "none" here.
+        kv_cache_dtype: "float32", "bfloat16", "int8" (a scale for each token and KV head), "auto": as activations.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
@@ -58,7 +61,7 @@ def load_model(
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    chosen_dtype = _choose_dtype(dtype, quantization)
+    chosen_dtype, kv_dtype = _choose_dtype(dtype, quantization), _choose_kv_dtype(kv_cache_dtype)
     if threads is not None:
         torch.set_num_threads(threads)
     parts = _read(path)
@@ -70,9 +73,9 @@ def load_model(
     weights = read_llama_weights(parts.checkpoint, config)
     model: Model | None = None
     if native and dtype in ("auto", "float32") and quantization != "w4":
-        model = build_native(config, weights, threads=threads)
+        model = build_native(config, weights, threads=threads, kv_dtype=kv_dtype or torch.float32)
     if model is None:
-        model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none")
+        model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none", kv_dtype)
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
 
 
@@ -88,6 +91,14 @@ def _choose_dtype(dtype: str, quantization: str) -> torch.dtype:
     if quantization == "w4" and dtype != "bfloat16":
         raise ModelLoadError(f"quantization w4 needs dtype bfloat16; got {dtype}")
     return _DTYPES[dtype]
+
+
+def _choose_kv_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """None: that of the activations."""
+    if kv_cache_dtype != "auto" and kv_cache_dtype not in _KV_DTYPES:
+        kinds = ", ".join(_KV_DTYPES)
+        raise ModelLoadError(f"kv_cache_dtype must be one of auto, {kinds}; got {kv_cache_dtype!r}")
+    return _KV_DTYPES.get(kv_cache_dtype)
 
 
 def _multiplies_bfloat16() -> bool:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from backend.cpu import native, native_abi
-from backend.cpu.native_matrix import Arena, NativeMatrix, huge_pages, pack_matrix
+from backend.cpu.native_matrix import Arena, NativeMatrix, pack_matrix
 from backend.cpu.packed import PackedWeight
 from backend.models.batch import Batch, KVCache
 from backend.models.config import ModelConfig
 from backend.models.llama import LlamaLayerWeights, LlamaWeights
+from backend.models.native_cache import CachePointers, NativeCacheFormat
 
-KEYS_ABREAST = 16  # keys that lie side by side in a block; block_size must be a multiple
 MAX_HEAD_DIM = 512
 
 
@@ -32,6 +32,7 @@ def build_native(
     *,
     max_position: int | None = None,
     threads: int | None = None,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> NativeLlama | None:
     """None when this machine or this shape of model has no native tier; the portable one then serves.
 
@@ -39,7 +40,9 @@ def build_native(
     """
     if unsupported(config) or native.native_available():
         return None
-    return NativeLlama(config, weights, max_position=max_position, threads=threads)
+    return NativeLlama(
+        config, weights, max_position=max_position, threads=threads, kv_dtype=kv_dtype
+    )
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -51,11 +54,7 @@ def unsupported(config: ModelConfig) -> str | None:
 
 
 class NativeLlama:
-    """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time.
-
-    Its cache holds the keys of a block as `[block_size / 16, head_dim, 16]`: whole blocks may be copied, single
-    tokens are not contiguous.
-    """
+    """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time."""
 
     def __init__(
         self,
@@ -64,11 +63,13 @@ class NativeLlama:
         *,
         max_position: int | None = None,
         threads: int | None = None,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_position = max_position or config.max_position
-        self.fingerprint = f"{weights.fingerprint}-native-f32"
+        kv_format = str(kv_dtype).removeprefix("torch.")
+        self.fingerprint = f"{weights.fingerprint}-native-f32-{kv_format}"
         self.threads = threads or native.default_threads()
         self._arena = Arena()
         self._matrices: list[NativeMatrix] = []
@@ -81,7 +82,7 @@ class NativeLlama:
         self._finalizer = weakref.finalize(self, self._library.tidegate_model_free, self._handle)
         # A process that ends, or a forked child of it, has no threads to join.
         self._finalizer.atexit = False
-        self._cache_of: tuple[KVCache, _Pointers, _Pointers] | None = None
+        self._cache_format = NativeCacheFormat(config, kv_dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -89,26 +90,20 @@ class NativeLlama:
         return sum(m.num_bytes for m in self._matrices)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        c = self.config
-        return 2 * 4 * c.num_layers * c.num_kv_heads * block_size * c.head_dim
+        return self._cache_format.bytes_per_block(block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        if block_size % KEYS_ABREAST:
-            raise ValueError(f"block_size must be a multiple of {KEYS_ABREAST}, got {block_size}")
-        c = self.config
-        shape = (2, c.num_layers, c.num_kv_heads, num_blocks, block_size, c.head_dim)
-        keys, values = huge_pages(shape, torch.float32).zero_().unbind()
-        return KVCache(list(keys.unbind()), list(values.unbind()), block_size)
+        return self._cache_format.allocate(num_blocks, block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """-> float32 logits [num_logits, vocab_size]. Raises ValueError for a batch that points outside."""
-        keys, values = self._cache_pointers(kv)
+        cache = self._cache_format.pointers(kv)
         inputs = _StepInputs(batch)
         logits = torch.empty(len(inputs.logits_rows), self.vocab_size)
         if not len(inputs.token_ids):
             return logits
-        step = inputs.struct(kv, keys, values, logits)
+        step = inputs.struct(cache, logits)
         fault = self._library.tidegate_forward(self._handle, ctypes.byref(step))
         if fault == b"out of memory":
             raise MemoryError(f"no memory for a step of {len(inputs.token_ids)} tokens")
@@ -158,23 +153,6 @@ class NativeLlama:
         self._vectors.append(vector.to(torch.float32).contiguous())
         return self._vectors[-1].data_ptr()
 
-    def _cache_pointers(self, kv: KVCache) -> tuple[_Pointers, _Pointers]:
-        if self._cache_of is None or self._cache_of[0] is not kv:
-            self._cache_of = (kv, self._pointers(kv.keys, kv), self._pointers(kv.values, kv))
-        return self._cache_of[1], self._cache_of[2]
-
-    def _pointers(self, layers: list[Tensor], kv: KVCache) -> _Pointers:
-        shape = (self.config.num_kv_heads, kv.num_blocks, kv.block_size, self.config.head_dim)
-        if len(layers) != self.config.num_layers or kv.block_size % KEYS_ABREAST:
-            raise ValueError("this cache was not made by new_kv_cache of this model")
-        for layer in layers:
-            if layer.shape != shape or layer.dtype != torch.float32 or not layer.is_contiguous():
-                raise ValueError(f"the cache of a layer must be contiguous float32 {list(shape)}")
-        return (ctypes.c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
-
-
-_Pointers = ctypes.Array[ctypes.c_void_p]
-
 
 class _StepInputs:
     """A batch in the types that the library reads; keeps them alive for the call."""
@@ -197,16 +175,15 @@ class _StepInputs:
                 f"block_tables must be [{num_seqs}, max_blocks], got {list(self.tables.shape)}"
             )
 
-    def struct(
-        self, kv: KVCache, keys: _Pointers, values: _Pointers, logits: Tensor
-    ) -> native_abi.Step:
+    def struct(self, cache: CachePointers, logits: Tensor) -> native_abi.Step:
         return native_abi.Step(
             num_tokens=len(self.token_ids),
             num_seqs=len(self.context_lens),
             num_logits=len(self.logits_rows),
-            block_size=kv.block_size,
+            block_size=cache.kv.block_size,
             max_blocks=self.tables.shape[1],
-            num_blocks=kv.num_blocks,
+            num_blocks=cache.kv.num_blocks,
+            kv_kind=cache.kind,
             token_ids=self.token_ids.data_ptr(),
             positions=self.positions.data_ptr(),
             slots=self.slots.data_ptr(),
@@ -214,10 +191,16 @@ class _StepInputs:
             context_lens=self.context_lens.ctypes.data,
             block_tables=self.tables.data_ptr(),
             logits_rows=self.logits_rows.data_ptr(),
-            keys=ctypes.addressof(keys),
-            values=ctypes.addressof(values),
+            keys=ctypes.addressof(cache.keys),
+            values=ctypes.addressof(cache.values),
+            key_scales=_address(cache.key_scales),
+            value_scales=_address(cache.value_scales),
             logits=logits.data_ptr(),
         )
+
+
+def _address(array: ctypes.Array[ctypes.c_void_p] | None) -> int | None:
+    return None if array is None else ctypes.addressof(array)
 
 
 def _int64(values: Tensor, name: str, size: int) -> Tensor:
