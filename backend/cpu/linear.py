@@ -1,12 +1,13 @@
 """Matrix products on the CPU: each weight is brought once into the form that its kernel reads fastest.
 
-Exact float32 and bfloat16 go through oneDNN with prepacked weights; "w4" adds a 4-bit form (groups of 32, the
-layout of torch's int4 kernel) for the few-row steps that are bound by reading weights.
+Float32 and bfloat16 go through oneDNN with prepacked weights, dequantized ones included. In bfloat16, blocks of 4-bit
+codes also stay in torch's int4 layout for the few-row steps that are bound by reading weights. W8A8 weights meet
+inputs in 8 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
@@ -14,6 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.cpu.packed import PackedWeight
+from backend.quant.affine import AffineWeight, stacked
+from backend.quant.blocks import FOUR_BIT_KINDS
+from backend.quant.w4 import quantize_w4
+from backend.quant.w8a8 import EXACT_COLS, quantize_rows
 
 Linear = Callable[[Tensor], Tensor]  # [T, cols] -> [T, rows], in the dtype of the input
 
@@ -25,21 +30,29 @@ W4_PANEL_ROWS = 16
 W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and compute faster
 
 
-def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype, quantization: str) -> Linear:
-    """One product for several stacked matrices of equal width (q, k and v; gate and up)."""
+def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
+    """One product for several stacked matrices of equal width (q, k and v; gate and up).
+
+    ValueError where only some of them are W8A8.
+    """
+    kinds = {weight.kind for weight in weights}
+    if kinds == {"W8A8"}:
+        return Int8Linear(stacked([weight.affine() for weight in weights]))
+    if "W8A8" in kinds:
+        raise ValueError(f"weights that meet 8-bit inputs cannot be stacked on others: {kinds}")
     matrix = torch.cat([weight.dequantize() for weight in weights])
     if dtype == torch.bfloat16 and not has_prepacked_linear(dtype):
         wide: Linear = WidenedLinear(DenseLinear(matrix))
     else:
         wide = DenseLinear(matrix.to(dtype))
-    if quantization == "w4" and fits_int4(*matrix.shape) and has_int4_linear():
-        return FewRowsLinear(Int4Linear(matrix), wide)
+    if dtype == torch.bfloat16 and fits_int4(kinds, matrix.shape[0]) and has_int4_linear():
+        return FewRowsLinear(Int4Linear(stacked([weight.affine() for weight in weights])), wide)
     return wide
 
 
-def fits_int4(rows: int, cols: int) -> bool:
-    """The 4-bit kernel wants whole groups and panels of 16 rows; other shapes stay dense."""
-    return rows % W4_PANEL_ROWS == 0 and cols % W4_GROUP == 0
+def fits_int4(kinds: Iterable[str], rows: int) -> bool:
+    """The 4-bit kernel wants 4-bit codes and whole panels of 16 rows; others stay dense."""
+    return FOUR_BIT_KINDS.issuperset(kinds) and rows % W4_PANEL_ROWS == 0
 
 
 class DenseLinear:
@@ -70,21 +83,32 @@ class WidenedLinear:
 class Int4Linear:
     """bfloat16 rows times a 4-bit weight; scale and offset per 32 columns of each row."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """weight: float32 [rows, cols], cols a multiple of 32."""
-        self._rows, cols = weight.shape
-        groups = weight.view(self._rows, cols // W4_GROUP, W4_GROUP)
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        scale = ((high - low) / 15).clamp_min_(1e-8)
-        codes = groups.sub(low).div_(scale).round_().clamp_(0, 15).to(torch.int32)
-        middle = low + 8 * scale  # the kernel computes (code - 8) * scale + middle
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            codes.view(self._rows, cols), 1
-        )
-        self._scales = torch.cat((scale, middle), -1).transpose(0, 1).contiguous().bfloat16()
+    def __init__(self, weight: AffineWeight) -> None:
+        """weight: codes 0..15 in groups of a multiple of 32."""
+        weight = weight.regrouped(W4_GROUP)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
+        middle = weight.offset + 8 * weight.scale  # the kernel computes (code - 8) * scale + middle
+        scales = torch.stack((weight.scale, middle), -1)
+        self._scales = scales.transpose(0, 1).contiguous().bfloat16()
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, W4_GROUP, self._scales)
+
+
+class Int8Linear:
+    """`quant.w8a8` by float32 products, which hold codes and their sums exactly, 1024 columns at a time."""
+
+    def __init__(self, weight: AffineWeight) -> None:
+        """weight: of `quant.w8`: one scale a row, no offset."""
+        self._scale = weight.scale.T.contiguous()
+        chunks = weight.codes.float().split(EXACT_COLS, dim=1)
+        self._products = [DenseLinear(codes.contiguous()) for codes in chunks]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scale = quantize_rows(x)
+        chunks = codes.split(EXACT_COLS, dim=1)
+        sums = [product(part) for product, part in zip(self._products, chunks, strict=True)]
+        return (sum(sums[1:], sums[0]) * scale * self._scale).to(x.dtype)
 
 
 class FewRowsLinear:
@@ -112,9 +136,10 @@ def has_prepacked_linear(dtype: torch.dtype) -> bool:
 @cache
 def has_int4_linear() -> bool:
     """Whether torch's private 4-bit operators are there and right."""
-    weight, x = torch.randn(W4_PANEL_ROWS, W4_GROUP), torch.randn(2, W4_GROUP).bfloat16()
+    weight = quantize_w4(torch.randn(W4_PANEL_ROWS, W4_GROUP), W4_GROUP)
+    x = torch.randn(2, W4_GROUP).bfloat16()
     try:
         out = Int4Linear(weight)(x).float()
     except (AttributeError, RuntimeError):
         return False
-    return torch.allclose(out, F.linear(x.float(), weight), rtol=0.2, atol=2.0)
+    return torch.allclose(out, F.linear(x.float(), weight.dequantize()), rtol=0.1, atol=0.5)

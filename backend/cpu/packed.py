@@ -1,4 +1,4 @@
-"""Weights as the file holds them: rows of quantized blocks (GGUF block formats), dequantized only on demand."""
+"""Weights as the file holds them: rows of quantized blocks (GGUF's, or ours), dequantized only on demand."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as dequantize_blocks
 from torch import Tensor
 
+from backend.quant.affine import AffineWeight
+from backend.quant.blocks import KINDS as OUR_KINDS
+from backend.quant.blocks import pack_blocks, smallest_kind, unpack_blocks
+
 _FLOATS = ("F32", "F16", "BF16")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
 _K_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-KINDS = frozenset((*_FLOATS, *_BLOCKS, *_K_BLOCKS))
+KINDS = frozenset((*_FLOATS, *_BLOCKS, *_K_BLOCKS))  # of GGUF files
+_OURS_ALONE = frozenset(OUR_KINDS) - KINDS
 _CHUNK_BYTES = 1 << 24
 
 
@@ -25,7 +30,7 @@ def bytes_per_row(kind: str, cols: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """One matrix `[rows, cols]` (a vector has one row) in the block format `kind`.
+    """One matrix `[rows, cols]` (a vector has one row) in the block format `kind`: one of GGUF's or of `quant.blocks`.
 
     `raw` is uint8 `[rows, bytes_per_row]`, often a read-only view of the mapped file.
     """
@@ -50,8 +55,14 @@ class PackedWeight:
             )
         if self.kind == "BF16":
             return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16)
+        if self.kind in _OURS_ALONE:
+            return unpack_blocks(self.kind, raw).dequantize()
         with np.errstate(all="ignore"):  # a damaged scale makes a damaged weight, no warning
             return torch.from_numpy(dequantize_blocks(raw, GGMLQuantizationType[self.kind]))
+
+    def affine(self) -> AffineWeight:
+        """Its groups of codes; for the kinds of `quant.blocks`."""
+        return unpack_blocks(self.kind, self.raw)
 
     def rows_permuted(self, order: np.ndarray) -> PackedWeight:
         """The same weight with its rows in another order; blocks lie within rows, so no value changes."""
@@ -63,3 +74,13 @@ def pack(tensor: Tensor) -> PackedWeight:
     kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[tensor.dtype]
     matrix = tensor.contiguous().reshape(-1, tensor.shape[-1])
     return PackedWeight(kind, matrix.view(torch.uint8).numpy(), (matrix.shape[0], matrix.shape[1]))
+
+
+def pack_affine(weight: AffineWeight, kind: str | None = None) -> PackedWeight:
+    """Groups of codes in the smallest kind of blocks that holds them exactly, or in the one asked for.
+
+    ValueError where the columns are no whole number of blocks.
+    """
+    kind = kind or smallest_kind(weight)
+    rows, cols = weight.codes.shape
+    return PackedWeight(kind, pack_blocks(weight, kind), (rows, cols))

@@ -105,34 +105,30 @@ class _CheckedReader:
 
 
 class _Layer:
-    def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype, quantization: str) -> None:
+    def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype) -> None:
         self.attn_norm, self.mlp_norm = weights.attn_norm.to(dtype), weights.mlp_norm.to(dtype)
-        self.qkv = make_linear(weights.qkv, dtype, quantization)
-        self.attn_out = make_linear([weights.attn_out], dtype, quantization)
-        self.gate_up = make_linear(weights.gate_up, dtype, quantization)
-        self.down = make_linear([weights.down], dtype, quantization)
+        self.qkv = make_linear(weights.qkv, dtype)
+        self.attn_out = make_linear([weights.attn_out], dtype)
+        self.gate_up = make_linear(weights.gate_up, dtype)
+        self.down = make_linear([weights.down], dtype)
 
 
 class Llama:
     """The portable tier: torch alone, any CPU."""
 
     def __init__(
-        self,
-        weights: LlamaWeights,
-        dtype: torch.dtype,
-        quantization: str = "none",
-        kv_dtype: torch.dtype | None = None,
+        self, weights: LlamaWeights, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> None:
         """`kv_dtype`: of the KV cache; None: that of the arithmetic."""
         config = weights.config
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
-        formats = f"{dtype}-{quantization}-{self.kv_dtype}".replace("torch.", "")
+        formats = f"{dtype}-{self.kv_dtype}".replace("torch.", "")
         self.fingerprint = f"{weights.fingerprint}-{formats}"
         self._embedding = weights.embed.dequantize().to(dtype)
-        self._layers = [_Layer(layer, dtype, quantization) for layer in weights.layers]
+        self._layers = [_Layer(layer, dtype) for layer in weights.layers]
         self._norm = weights.norm.to(dtype)
-        self._lm_head: Linear = make_linear([weights.lm_head], dtype, quantization)
+        self._lm_head: Linear = make_linear([weights.lm_head], dtype)
         self._rotary = RotaryTable(weights.inv_freq, dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:

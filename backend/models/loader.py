@@ -19,12 +19,12 @@ from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.native_llama import build_native
+from backend.models.quantized import QUANTIZATIONS, in_quantization
 from backend.models.tokenizer import Tokenizer
 
 __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_QUANTIZATIONS = ("auto", "none", "w4")
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8}
 
 
@@ -52,7 +52,8 @@ def load_model(
     Args:
         dtype: of activations: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
-        quantization: "none"; "w4", 4-bit weights for steps of few rows, needs bfloat16; "auto" is "none" here.
+        quantization: "auto": weights as the file has them; "none": all dense; "w8", "w4" or "w8a8": the matrices of the
+            layers in that format (`backend.quant`). W8A8 runs on the portable tier.
         kv_cache_dtype: "float32", "bfloat16", "int8" (a scale for each token and KV head), "auto": as activations.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
@@ -61,7 +62,11 @@ def load_model(
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    chosen_dtype, kv_dtype = _choose_dtype(dtype, quantization), _choose_kv_dtype(kv_cache_dtype)
+    chosen_dtype, kv_dtype = _choose_dtype(dtype), _choose_kv_dtype(kv_cache_dtype)
+    if quantization not in QUANTIZATIONS:
+        raise ModelLoadError(
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}"
+        )
     if threads is not None:
         torch.set_num_threads(threads)
     parts = _read(path)
@@ -70,26 +75,20 @@ def load_model(
         raise ModelLoadError(
             f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
         )
-    weights = read_llama_weights(parts.checkpoint, config)
+    weights = read_llama_weights(in_quantization(parts.checkpoint, quantization), config)
     model: Model | None = None
-    if native and dtype in ("auto", "float32") and quantization != "w4":
+    if native and dtype in ("auto", "float32") and quantization != "w8a8":
         model = build_native(config, weights, threads=threads, kv_dtype=kv_dtype or torch.float32)
     if model is None:
-        model = Llama(weights, chosen_dtype, "w4" if quantization == "w4" else "none", kv_dtype)
+        model = Llama(weights, chosen_dtype, kv_dtype)
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
 
 
-def _choose_dtype(dtype: str, quantization: str) -> torch.dtype:
-    if quantization not in _QUANTIZATIONS:
-        raise ModelLoadError(
-            f"quantization must be one of {', '.join(_QUANTIZATIONS)}; got {quantization!r}"
-        )
+def _choose_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":
-        dtype = "bfloat16" if quantization == "w4" or _multiplies_bfloat16() else "float32"
+        dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
     if dtype not in _DTYPES:
         raise ModelLoadError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {dtype!r}")
-    if quantization == "w4" and dtype != "bfloat16":
-        raise ModelLoadError(f"quantization w4 needs dtype bfloat16; got {dtype}")
     return _DTYPES[dtype]
 
 

@@ -13,6 +13,9 @@ from backend.cpu.linear import (
     make_linear,
 )
 from backend.cpu.packed import pack
+from backend.quant.w4 import quantize_w4
+from backend.quant.w8a8 import w8a8_reference
+from backend.quant.weights import quantize_weight
 
 ROWS = [1, 2, 4, 5, 33]
 
@@ -28,22 +31,20 @@ def inputs(rows: int, cols: int = 64) -> torch.Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 def test_float32_products_are_exact(rows: int) -> None:
     weight, x = random_weights(), inputs(rows)
-    assert torch.allclose(
-        make_linear([pack(weight)], torch.float32, "none")(x), x @ weight.T, atol=1e-5
-    )
+    assert torch.allclose(make_linear([pack(weight)], torch.float32)(x), x @ weight.T, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_bfloat16_products_are_near(rows: int) -> None:
     weight, x = random_weights(), inputs(rows).bfloat16()
-    out = make_linear([pack(weight)], torch.bfloat16, "none")(x)
+    out = make_linear([pack(weight)], torch.bfloat16)(x)
     assert out.dtype == torch.bfloat16
     assert torch.allclose(out.float(), x.float() @ weight.T, atol=0.2, rtol=0.02)
 
 
 def test_stacked_weights_answer_side_by_side() -> None:
     first, second, x = random_weights(), random_weights(16) + 1, inputs(3)
-    out = make_linear([pack(first), pack(second)], torch.float32, "none")(x)
+    out = make_linear([pack(first), pack(second)], torch.float32)(x)
     assert torch.allclose(out, torch.cat((x @ first.T, x @ second.T), -1), atol=1e-5)
 
 
@@ -62,27 +63,59 @@ def test_four_bit_weights_reproduce_sixteen_even_levels() -> None:
     codes[..., 0], codes[..., 1] = 0, 15
     weight = (codes * 0.25 - 1.5).view(48, 64)
     x = inputs(1).bfloat16()
-    assert torch.allclose(Int4Linear(weight)(x).float(), x.float() @ weight.T, atol=0.1, rtol=0.01)
+    assert torch.allclose(
+        Int4Linear(quantize_w4(weight))(x).float(), x.float() @ weight.T, atol=0.1, rtol=0.01
+    )
 
 
 def test_a_constant_group_of_four_bit_weights_keeps_its_value() -> None:
     weight = torch.full((48, 64), 0.5)
     x = torch.ones(1, 64, dtype=torch.bfloat16)
-    assert torch.allclose(Int4Linear(weight)(x).float(), torch.full((1, 48), 32.0), rtol=0.01)
+    assert torch.allclose(
+        Int4Linear(quantize_w4(weight))(x).float(), torch.full((1, 48), 32.0), rtol=0.01
+    )
 
 
 def test_four_bit_weights_serve_few_rows_and_dense_ones_the_rest() -> None:
-    both = make_linear([pack(random_weights())], torch.bfloat16, "w4")
+    both = make_linear([quantize_weight(random_weights(), "w4")], torch.bfloat16)
     assert isinstance(both, FewRowsLinear)
     few, many = inputs(W4_MAX_ROWS).bfloat16(), inputs(W4_MAX_ROWS + 1).bfloat16()
     assert torch.equal(both(few), both._narrow(few))
     assert torch.equal(both(many), both._wide(many))
 
 
-@pytest.mark.parametrize("shape", [(48, 40), (41, 64)], ids=["width", "height"])
-def test_a_shape_that_the_four_bit_kernel_cannot_take_stays_dense(shape: tuple[int, int]) -> None:
-    product = make_linear([pack(random_weights(*shape))], torch.bfloat16, "w4")
+@pytest.mark.parametrize(("rows", "to"), [(41, "w4"), (48, "w8")], ids=["height", "codes"])
+def test_what_the_four_bit_kernel_cannot_take_stays_dense(rows: int, to: str) -> None:
+    product = make_linear([quantize_weight(random_weights(rows), to)], torch.bfloat16)
     assert not isinstance(product, FewRowsLinear)
+
+
+@pytest.mark.parametrize("to", ["w8", "w4"])
+def test_float32_products_are_those_of_the_quantized_values(to: str) -> None:
+    weight, x = quantize_weight(random_weights(), to), inputs(3)
+    assert torch.allclose(
+        make_linear([weight], torch.float32)(x), x @ weight.dequantize().T, atol=1e-5
+    )
+
+
+WIDE = random_weights(48, 2100) / 16  # more columns than float32 sums of codes hold exactly
+
+
+def test_w8a8_products_equal_the_reference() -> None:
+    weight, x = quantize_weight(WIDE, "w8a8"), inputs(5, 2100)
+    wanted = w8a8_reference(x, weight.affine())
+    assert torch.allclose(make_linear([weight], torch.float32)(x), wanted, atol=1e-5)
+
+
+def test_a_w8a8_row_has_the_same_bits_whatever_its_batch_mates() -> None:
+    product, x = make_linear([quantize_weight(WIDE, "w8a8")], torch.float32), inputs(9, 2100)
+    assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
+
+
+def test_weights_that_meet_different_inputs_cannot_be_stacked() -> None:
+    weights = [quantize_weight(random_weights(), to) for to in ("w8a8", "w8")]
+    with pytest.raises(ValueError, match="cannot be stacked"):
+        make_linear(weights, torch.float32)
 
 
 def test_where_bfloat16_products_are_emulated_float32_ones_stand_in(
@@ -90,6 +123,6 @@ def test_where_bfloat16_products_are_emulated_float32_ones_stand_in(
 ) -> None:
     monkeypatch.setattr(linear, "has_prepacked_linear", lambda dtype: dtype == torch.float32)
     weight, x = random_weights(), inputs(5).bfloat16()
-    product = make_linear([pack(weight)], torch.bfloat16, "none")
+    product = make_linear([pack(weight)], torch.bfloat16)
     assert isinstance(product, WidenedLinear)
     assert torch.equal(product(x), DenseLinear(weight)(x.float()).bfloat16())

@@ -16,6 +16,7 @@ from backend.models.errors import ModelLoadError
 from backend.models.gguf import GGUFFile
 from backend.models.layers import inverse_frequencies
 from backend.models.llama import Llama, read_llama_weights
+from backend.models.quantized import in_quantization
 from tests.backend import tiny_llama
 from tests.backend.tiny_llama import CONFIG, dense_logits, make_batch, step
 
@@ -29,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path, dtype: torch.dtype = torch.float32, quantization: str = "none") -> Llama:
-    checkpoint = SafetensorsCheckpoint(folder)
-    return Llama(read_llama_weights(checkpoint, checkpoint.config), dtype, quantization)
+    checkpoint = in_quantization(SafetensorsCheckpoint(folder), quantization)
+    return Llama(read_llama_weights(checkpoint, checkpoint.config), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,11 @@ def test_only_the_wanted_rows_have_logits(llama: Llama) -> None:
     assert logits.shape == (2, CONFIG.vocab_size)
 
 
-FORMATS = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "w4")]
+FORMATS = [
+    (dtype, quantization)
+    for dtype in (torch.float32, torch.bfloat16)
+    for quantization in ("none", "w8", "w4", "w8a8")
+]
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
@@ -208,17 +213,26 @@ def test_four_bit_weights_serve_a_four_bit_checkpoint_almost_losslessly(tmp_path
     path = tiny_llama.write_gguf(tmp_path / "q4_1.gguf", weights, kind="Q4_1")
     checkpoint = GGUFCheckpoint(GGUFFile(path))
     stored = {name: checkpoint.weight(name).dequantize().view_as(weights[name]) for name in weights}
-    model = Llama(read_llama_weights(checkpoint, checkpoint.config), torch.bfloat16, "w4")
+    model = Llama(read_llama_weights(checkpoint, checkpoint.config), torch.bfloat16)
     got = torch.stack(greedy_states(model, model.new_kv_cache(8, 4), IDS, list(range(8)), 1))
     wanted = dense_logits(stored, IDS).float()
     assert torch.nn.functional.cosine_similarity(got, wanted).min() > 0.998
 
 
 def test_the_fingerprint_tells_formats_apart(folder: Path) -> None:
-    assert (
-        len({build(folder, dtype, quantization).fingerprint for dtype, quantization in FORMATS})
-        == 3
-    )
+    prints = {build(folder, dtype, quantization).fingerprint for dtype, quantization in FORMATS}
+    assert len(prints) == len(FORMATS)
+
+
+@pytest.mark.parametrize(("quantization", "limit"), [("w8", 0.999), ("w4", 0.92), ("w8a8", 0.998)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_quantized_model_answers_nearly_like_the_dense_formula(
+    folder: Path, quantization: str, limit: float, dtype: torch.dtype
+) -> None:
+    model = build(folder, dtype, quantization)
+    got = torch.stack(greedy_states(model, model.new_kv_cache(8, 4), IDS, list(range(8)), 1))
+    wanted = dense_logits(tiny_llama.tensors(), IDS).float()
+    assert torch.nn.functional.cosine_similarity(got, wanted).min() > limit
 
 
 def test_kv_bytes_are_those_of_the_cache_that_is_made(folder: Path) -> None:

@@ -111,8 +111,7 @@ def test_a_longer_context_than_the_models_is_refused_with_the_numbers(folder: Pa
     ("options", "says"),
     [
         ({"dtype": "fp8"}, "dtype must be one of auto, float32, bfloat16; got 'fp8'"),
-        ({"quantization": "w2"}, "quantization must be one of auto, none, w4; got 'w2'"),
-        ({"quantization": "w4", "dtype": "float32"}, "w4 needs dtype bfloat16"),
+        ({"quantization": "w2"}, "quantization must be one of auto, none, w8, w4, w8a8; got 'w2'"),
     ],
 )
 def test_a_number_format_that_we_do_not_have_is_refused(
@@ -121,10 +120,41 @@ def test_a_number_format_that_we_do_not_have_is_refused(
     assert says in refused(folder, **options)
 
 
-def test_four_bit_weights_bring_bfloat16_along(folder: Path) -> None:
-    model = load_model(folder, native=False, quantization="w4").model
-    assert isinstance(model, Llama)
-    assert model.dtype == torch.bfloat16
+@pytest.mark.parametrize("quantization", ["none", "w8", "w4"])
+def test_both_tiers_answer_alike_in_each_quantization(gguf_path: Path, quantization: str) -> None:
+    portable, native = (
+        load_model(gguf_path, native=wanted, dtype="float32", quantization=quantization)
+        for wanted in (False, True)
+    )
+    if not isinstance(native.model, NativeLlama):
+        pytest.skip("no native tier on this machine")
+    assert torch.allclose(logits(portable), logits(native), atol=1e-4)
+
+
+def test_w8a8_runs_on_the_portable_tier(gguf_path: Path) -> None:
+    assert isinstance(load_model(gguf_path, quantization="w8a8").model, Llama)
+
+
+def test_none_widens_the_blocks_of_a_quantized_file(tmp_path: Path) -> None:
+    path = tiny_llama.write_gguf(tmp_path / "q.gguf", tiny_llama.tensors(), kind="Q4_1")
+    packed, dense = (
+        load_model(path, native=False, dtype="float32", quantization=quantization)
+        for quantization in ("auto", "none")
+    )
+    assert packed.model.fingerprint != dense.model.fingerprint
+    assert torch.equal(logits(packed), logits(dense))
+
+
+def test_a_width_that_a_format_cannot_hold_names_the_tensor(tmp_path: Path) -> None:
+    weights = tiny_llama.tensors()
+    for layer in range(CONFIG.num_layers):
+        for name, cut in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            key = f"model.layers.{layer}.mlp.{name}.weight"
+            weights[key] = weights[key].narrow(cut, 0, 80)
+    folder = tiny_llama.write_folder(tmp_path, weights, intermediate_size=80)
+    assert refused(folder, quantization="w4").endswith(
+        "tensor model.layers.0.mlp.down_proj.weight: w4 needs a width that is a multiple of 32, got 80"
+    )
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""A checkpoint whose weights are brought into the `quantization` that was asked for, as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from backend.cpu.packed import PackedWeight
+from backend.models.checkpoint import Checkpoint
+from backend.models.errors import ModelLoadError
+from backend.quant.weights import FORMATS, is_quantized, quantize_weight, widened
+
+QUANTIZATIONS = ("auto", "none", *FORMATS)
+
+
+def in_quantization(checkpoint: Checkpoint, quantization: str) -> Checkpoint:
+    """ "auto" leaves the file's own blocks; "none" widens them; "w8", "w4" and "w8a8" quantize the layers' matrices."""
+    if quantization == "auto":
+        return checkpoint
+    if quantization == "none":
+        return ConvertedCheckpoint(checkpoint, lambda _, weight: widened(weight))
+    return ConvertedCheckpoint(
+        checkpoint,
+        lambda name, weight: (
+            quantize_weight(weight.dequantize(), quantization) if is_quantized(name) else weight
+        ),
+    )
+
+
+class ConvertedCheckpoint:
+    """Each tensor passes through `convert(name, weight)` once, when it is first asked for."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, convert: Callable[[str, PackedWeight], PackedWeight]
+    ) -> None:
+        self.source, self.config = checkpoint.source, checkpoint.config
+        self._checkpoint, self._convert = checkpoint, convert
+        self._converted: dict[str, PackedWeight] = {}  # a model and its fingerprint both read
+
+    def names(self) -> Iterable[str]:
+        return self._checkpoint.names()
+
+    def weight(self, name: str) -> PackedWeight:
+        if name not in self._converted:
+            try:
+                self._converted[name] = self._convert(name, self._checkpoint.weight(name))
+            except ValueError as exc:
+                raise ModelLoadError(f"{self.source}: tensor {name}: {exc}") from exc
+        return self._converted[name]
