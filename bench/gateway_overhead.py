@@ -101,12 +101,19 @@ def fake_upstream(command: list[str], core: int | None) -> Iterator[tuple[int, i
         process.wait()
 
 
-def usage_rows_written(server: Server) -> int:
-    """Rows that its store has taken since it was made, those that its cap has dropped since included."""
+def usage_rows_written(server: Server, num_answers: int) -> int:
+    """Rows that its store has taken since it was made, those that its cap has dropped since included.
+
+    They are written in batches behind the requests: waits for `num_answers` of them, at most half a minute.
+    """
     assert server.data_dir is not None
-    time.sleep(1.5)  # rows are written in batches behind the requests
     with Redis(unix_socket_path=str(server.data_dir / "run" / "store.sock")) as store:
-        return int(store.xinfo_stream("tidegate:{usage}:rows")["entries-added"])  # type: ignore[index]
+        for _ in range(30):
+            rows = int(store.xinfo_stream("tidegate:{usage}:rows")["entries-added"])  # type: ignore[index]
+            if rows >= num_answers:
+                break
+            time.sleep(1.0)
+        return rows
 
 
 class Measurement:
@@ -173,7 +180,7 @@ def measure(args: argparse.Namespace) -> list[Sample]:
         tool = LoadTool(args.load_tool.split(), args.load_core, args.seconds, upstream_pid)
         measurement = Measurement(args, tool, [direct, *gateways])
         measurement.run()
-        rows = usage_rows_written(gateways[0])
+        rows = usage_rows_written(gateways[0], measurement.answers)
         print(f"tidegate: {measurement.answers} answers, {rows} usage rows in its store")
         if rows < measurement.answers:
             raise SystemExit("usage rows are missing: these numbers are not valid")

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as HTTPRoute
 from starlette.types import Receive, Scope, Send
 
+from cache.responses import NoResponseCache
 from cache.store import Store
 from gateway.accounting import Accounting, RequestMeter
 from gateway.auth import Authenticator
@@ -68,6 +69,7 @@ class Gateway:
             limiter=LocalLimiter(clock),
             filters=FilterChain(parts.filters),
             transforms=tuple(parts.transforms),
+            response_cache=NoResponseCache(),
             routes=self.routes,
             dispatcher=Dispatcher(self.queue, asyncio.sleep, random.Random()),
             open_meter=self._open_meter,

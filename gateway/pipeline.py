@@ -1,7 +1,8 @@
 """The one straight line that every request follows, whatever its endpoint, online or as a line of a batch.
 
-auth.check and endpoint.decode have happened; here: limits.reserve -> filters.apply -> routes.find -> dispatcher.stream
-(queue slot, provider.stream, fallback) -> transforms -> limits.settle -> accounting.record.
+auth.check and endpoint.decode have happened; here: routes.find -> limits.reserve -> filters.apply ->
+response_cache.get -> dispatcher.stream (queue slot, provider.stream, fallback) -> transforms -> limits.settle ->
+accounting.record.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from contextlib import aclosing
 from gateway.accounting import RequestMeter
 from gateway.filters import FilterChain, TransformChain
 from gateway.router.dispatch import Dispatcher
-from gateway.router.routes import Routes
+from gateway.router.routes import Route, Routes
 from plugins.errors import GatewayError
 from plugins.events import Event, Request
-from plugins.interfaces import Context, Limiter, Principal, TransformFactory
+from plugins.interfaces import Context, Limiter, Principal, ResponseCache, TransformFactory
 from plugins.manager import PluginRules
 
 log = logging.getLogger("tidegate")
@@ -32,6 +33,7 @@ class Pipeline:
         limiter: Limiter,
         filters: FilterChain,
         transforms: Sequence[tuple[PluginRules, TransformFactory]],
+        response_cache: ResponseCache,
         routes: Routes,
         dispatcher: Dispatcher,
         open_meter: Callable[[Request, Principal], RequestMeter],
@@ -39,6 +41,7 @@ class Pipeline:
         self._limiter = limiter
         self._filters = filters
         self._transforms = transforms
+        self._response_cache = response_cache
         self._routes = routes
         self._dispatcher = dispatcher
         self._open_meter = open_meter
@@ -81,13 +84,10 @@ class Pipeline:
         try:
             context = Context(request.id, principal, request.dialect)
             request = await self._filters.apply(request, context)
-            chain = TransformChain.build(self._transforms, request, context)
-            verbatim = chain is None and self._filters.keeps_body
-            events = self._dispatcher.stream(
-                request, route, meter, tenant=principal.name, verbatim=verbatim
-            )
-            if chain is not None:
-                events = chain.stream(events)
+            if self._response_cache.enabled:
+                events = self._kept_or_new(request, context, route, meter)
+            else:
+                events = self._new(request, context, route, meter, self._filters.keeps_body)
             async with aclosing(events):
                 async for batch in events:
                     yield batch
@@ -96,3 +96,36 @@ class Pipeline:
                 lease.settle(meter.usage())
             else:  # refused, or failed before a token: nothing was used
                 lease.refund()
+
+    def _new(
+        self,
+        request: Request,
+        context: Context,
+        route: Route,
+        meter: RequestMeter,
+        may_pass_as_bytes: bool,
+    ) -> AsyncGenerator[list[Event], None]:
+        chain = TransformChain.build(self._transforms, request, context)
+        events = self._dispatcher.stream(
+            request,
+            route,
+            meter,
+            tenant=context.principal.name,
+            verbatim=chain is None and may_pass_as_bytes,
+        )
+        return events if chain is None else chain.stream(events)
+
+    async def _kept_or_new(
+        self, request: Request, context: Context, route: Route, meter: RequestMeter
+    ) -> AsyncGenerator[list[Event], None]:
+        """Only an answer that came to its end is kept: a failure or a client that leaves gets past `put`."""
+        kept = await self._response_cache.get(request, context.principal)
+        if kept is not None:
+            yield kept
+            return
+        answer: list[Event] = []
+        async with aclosing(self._new(request, context, route, meter, False)) as events:
+            async for batch in events:
+                answer += batch
+                yield batch
+        await self._response_cache.put(request, context.principal, answer)

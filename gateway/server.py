@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from gateway.config import Config, ConfigFaults
 from gateway.control import OrderReader, WorkerOrder, read_first_order
-from gateway.http_protocol import GuardedProtocol
+from gateway.http_protocol import ServerConnection
 from gateway.listeners import BACKLOG
 from gateway.logs import configure_logging
 from plugins.errors import GatewayError
@@ -75,7 +75,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop" if sys.platform != "win32" else "asyncio",
-        http=GuardedProtocol,
+        http=ServerConnection,
         ws="none",
         lifespan="on",
         log_config=None,

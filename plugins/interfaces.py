@@ -253,8 +253,17 @@ class Limiter(Protocol):
 
 
 class ResponseCache(Protocol):
-    async def get(self, request: Request, principal: Principal) -> list[Event] | None: ...
+    """Whole answers, asked for after the filters and before a provider is chosen."""
+
+    @property
+    def enabled(self) -> bool:
+        """False: nothing is asked or kept, and answers may pass as bytes."""
+        ...
+
+    async def get(self, request: Request, principal: Principal) -> list[Event] | None:
+        """A whole answer, `Usage` and `Finished` included, or None. Must not raise: a cache that fails has nothing."""
+        ...
 
     async def put(self, request: Request, principal: Principal, events: list[Event]) -> None:
-        """Stores complete answers only."""
+        """Called once for each answer that came to its end, with all that the client was sent. Must not raise."""
         ...

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Callable
 
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ErrorBody, error_headers
+from gateway.http_exchange import ON_DISCONNECT
 from plugins.errors import GatewayError, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 
 Headers = list[tuple[bytes, bytes]]
@@ -112,33 +114,40 @@ async def send_error(
 class CancelledWhenClientLeaves:
     """Cancel the block when the connection drops. A bare ASGI app hears of it only if somebody listens.
 
-    By hand, as every request passes here: an anyio scope and a generator around it take 20 us more.
+    Our server calls back (`ON_DISCONNECT`). Under another one a task listens, which takes 15 us of a request.
     """
 
-    __slots__ = ("_has_left", "_task", "_watch")
+    __slots__ = ("_has_left", "_on_disconnect", "_task", "_watch")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None
         self._task = task
         self._has_left = False
-        self._watch = loop.create_task(_disconnected(receive))
+        self._on_disconnect = scope.get("extensions", {}).get(ON_DISCONNECT)
+        self._watch: asyncio.Task[None] | None = None
+        if self._on_disconnect is None:
+            self._watch = loop.create_task(_call_on_disconnect(receive, self._leave))
 
     def __enter__(self) -> None:
-        self._watch.add_done_callback(self._leave)
+        if self._on_disconnect is not None:
+            self._on_disconnect(self._leave)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """Only a cancellation that is ours ends here."""
-        self._watch.remove_done_callback(self._leave)
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        elif self._on_disconnect is not None:
+            self._on_disconnect(None)
         return self._has_left and self._task.uncancel() == 0 and kind is asyncio.CancelledError
 
-    def _leave(self, watch: asyncio.Future[None]) -> None:
+    def _leave(self) -> None:
         self._has_left = True
         self._task.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _call_on_disconnect(receive: Receive, leave: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    leave()

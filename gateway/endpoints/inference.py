@@ -76,7 +76,7 @@ class InferenceEndpoint:
             body = await read_body(scope, receive, self._max_body_bytes)
             request = self._dialect.decode(body, request_id, time.monotonic())
             accepted = True
-            with CancelledWhenClientLeaves(receive):
+            with CancelledWhenClientLeaves(scope, receive):
                 if request.stream:
                     await self._stream(request, principal, send, headers)
                 else:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
+from cache.responses import NoResponseCache
 from gateway.accounting import RequestMeter
 from gateway.filters import FilterChain
 from gateway.limits import LocalLimiter
@@ -18,6 +19,7 @@ from plugins.interfaces import (
     Principal,
     ProviderSettings,
     RequestFilter,
+    ResponseCache,
     TransformFactory,
     UsageRecord,
 )
@@ -47,6 +49,7 @@ class Scene:
         filters: Sequence[RequestFilter] = (),
         transforms: Sequence[TransformFactory] = (),
         on_error: str = "block",
+        response_cache: ResponseCache | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.ledger = Ledger(self.clock)
@@ -59,6 +62,7 @@ class Scene:
             limiter=self.limiter,
             filters=FilterChain([(PluginRules("f", on_error, 0.05), f) for f in filters]),
             transforms=[(PluginRules("t", on_error), t) for t in transforms],
+            response_cache=response_cache or NoResponseCache(),
             routes=routes,
             dispatcher=Dispatcher(OnlineQueue(10, 1), self.clock.sleep, random.Random(0)),
             open_meter=lambda request, who: RequestMeter(request, who, self.ledger),  # type: ignore[arg-type]
