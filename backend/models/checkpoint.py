@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from backend.cpu.packed import PackedWeight, pack
 from backend.models.config import ModelConfig, config_from_gguf, config_from_hf
@@ -117,17 +118,25 @@ class SafetensorsCheckpoint:
         return self._shard_of.keys()
 
     def weight(self, name: str) -> PackedWeight:
+        tensor = self.tensor(name)
+        try:
+            return pack(tensor)
+        except KeyError as exc:
+            raise ModelLoadError(
+                f"{self.source}: tensor {name} is stored as {exc.args[0]}"
+            ) from exc
+
+    def tensor(self, name: str) -> Tensor:
+        """As it is stored. Raises ModelLoadError."""
         shard = self._shard_of.get(name)
         if shard is None:
             raise ModelLoadError(f"{self.source}: tensor {name} is missing")
         try:
             if shard not in self._open:
                 self._open[shard] = _open_shard(shard)
-            return pack(self._open[shard].get_tensor(name))
+            return self._open[shard].get_tensor(name)
         except SafetensorError as exc:
             raise ModelLoadError(f"{shard}: {exc}") from exc
-        except KeyError as exc:
-            raise ModelLoadError(f"{shard}: tensor {name} is stored as {exc.args[0]}") from exc
 
 
 def _shards(folder: Path) -> dict[str, Path]:
@@ -137,6 +146,8 @@ def _shards(folder: Path) -> dict[str, Path]:
         if not isinstance(weight_map, Mapping):
             raise ModelLoadError(f"{index}: weight_map is missing")
         return {name: folder / Path(str(shard)).name for name, shard in weight_map.items()}
+    if not single.exists() and len(others := list(folder.glob("*.safetensors"))) == 1:
+        single = others[0]  # quantizers name it after bits and groups
     return dict.fromkeys(_open_shard(single).keys(), single)
 
 

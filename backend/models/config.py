@@ -127,8 +127,6 @@ def config_from_hf(document: Mapping[str, Any], source: str) -> ModelConfig:
             raise ModelLoadError(f"{source}: {key} is not supported")
     if (act := document.get("hidden_act", "silu")) != "silu":
         raise ModelLoadError(f"{source}: hidden_act {act!r} is not supported; supported: silu")
-    if document.get("quantization_config"):
-        raise ModelLoadError(f"{source}: quantized safetensors checkpoints are not supported")
     hidden, heads = get.integer("hidden_size"), get.integer("num_attention_heads")
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     return ModelConfig(

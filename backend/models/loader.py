@@ -11,7 +11,7 @@ import torch
 
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
-from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, read_json
+from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, read_json
 from backend.models.config import ModelConfig
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.gguf import GGUFFile
@@ -19,6 +19,7 @@ from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.native_llama import build_native
+from backend.models.prequantized import open_folder
 from backend.models.quantized import QUANTIZATIONS, in_quantization
 from backend.models.tokenizer import Tokenizer
 
@@ -151,7 +152,7 @@ def _read_folder(folder: Path) -> _Parts:
     )
     template = _template(_folder_templates(folder, config), bos_token, eos_token, folder)
     return _Parts(
-        SafetensorsCheckpoint(folder),
+        open_folder(folder),
         tokenizer_from_folder(folder),
         template,
         folder.resolve().name,

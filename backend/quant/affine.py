@@ -30,7 +30,7 @@ class AffineWeight:
 
     def dequantize(self) -> Tensor:
         """float32 [rows, cols]."""
-        grouped = self.codes.view(*self.scale.shape, self.group_size).float()
+        grouped = self.codes.reshape(*self.scale.shape, self.group_size).float()
         return (grouped * self.scale[..., None] + self.offset[..., None]).view(self.codes.shape)
 
     def regrouped(self, group_size: int) -> AffineWeight:

@@ -235,7 +235,7 @@ def test_a_shard_that_points_outside_the_folder_is_not_followed(tmp_path: Path) 
         ({"head_dim": 15}, "head size 15 is odd"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized safetensors"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method None"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
         ({"vocab_size": 300}, "is [272, 64], expected [300, 64]"),
