@@ -218,14 +218,9 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
 
 def _model_path(settings: WorkerSettings) -> Path:
     """Files were fetched before the start; this finds them again."""
-    from backend.models.demo import fetch_demo_model
-    from backend.models.hub import PREFIX, fetch_hub_model
+    from backend.models.locate import locate_model
 
-    if settings.model_path == "demo":
-        return fetch_demo_model(Path(settings.data_dir))
-    if settings.model_path.startswith(PREFIX):
-        return fetch_hub_model(settings.model_path)
-    return Path(settings.model_path)
+    return locate_model(settings.model_path, Path(settings.data_dir))
 
 
 def _template(settings: WorkerSettings, tokenizer: ModelTokenizer) -> ChatTemplate | None:

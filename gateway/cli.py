@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.cli_backend import BACKEND_COMMANDS, become_backend_command
+
 if TYPE_CHECKING:
     from gateway.config import Config
     from gateway.control import ConfigSource
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gateway.config_faults import ConfigFaults  # noqa: PLC0415
 
     given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in BACKEND_COMMANDS:
+        return become_backend_command(given[0], given[1:])
     parser = build_parser()
     if not given:
         parser.print_help(sys.stderr)
@@ -65,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         sub.add_argument("--config", type=Path, metavar="FILE", default=CONFIG_FILE)
 
+    for name, (_, text) in BACKEND_COMMANDS.items():  # they read their arguments themselves
+        commands.add_parser(name, help=text).add_argument("arguments", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="show the version").set_defaults(command=_version)
     return parser
 

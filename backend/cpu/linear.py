@@ -35,6 +35,12 @@ def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
 
     ValueError where only some of them are W8A8.
     """
+    linear = _unobserved_linear(weights, dtype)
+    observers = [weight.observer for weight in weights if weight.observer is not None]
+    return ObservedLinear(linear, observers) if observers else linear
+
+
+def _unobserved_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
     kinds = {weight.kind for weight in weights}
     if kinds == {"W8A8"}:
         return Int8Linear(stacked([weight.affine() for weight in weights]))
@@ -68,6 +74,18 @@ class DenseLinear:
         if self._prepacked:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], None)
         return F.linear(x, self._weight)
+
+
+class ObservedLinear:
+    """Shows its inputs to those who want to know what a matrix meets: calibration."""
+
+    def __init__(self, linear: Linear, observers: Sequence[Callable[[Tensor], object]]) -> None:
+        self._linear, self._observers = linear, observers
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for observe in self._observers:
+            observe(x)
+        return self._linear(x)
 
 
 class WidenedLinear:

@@ -75,6 +75,10 @@ class GGUFCheckpoint:
     def names(self) -> Iterable[str]:
         return self._stored_as.keys()
 
+    def stored_name(self, name: str) -> str:
+        """The tensor of the file that `name` is, or is a part of."""
+        return self._stored_as[name]
+
     def weight(self, name: str) -> PackedWeight:
         weight = self.file.tensor(self._stored_as.get(name, name))
         if name.endswith(".q_proj.weight"):

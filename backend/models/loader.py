@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from backend.cpu.packed import PackedWeight
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
 from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, read_json
@@ -20,7 +21,7 @@ from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folde
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.native_llama import build_native
 from backend.models.prequantized import open_folder
-from backend.models.quantized import QUANTIZATIONS, in_quantization
+from backend.models.quantized import QUANTIZATIONS, ConvertedCheckpoint, in_quantization
 from backend.models.tokenizer import Tokenizer
 
 __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
@@ -47,6 +48,7 @@ def load_model(
     max_model_len: int | None = None,
     threads: int | None = None,
     native: bool = True,
+    convert: Callable[[str, PackedWeight], PackedWeight] | None = None,
 ) -> LoadedModel:
     """Load a GGUF file, or a transformers folder with safetensors.
 
@@ -59,6 +61,7 @@ def load_model(
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
+        convert: what becomes of each tensor, by its transformers name, on its way into the model.
 
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
@@ -76,7 +79,10 @@ def load_model(
         raise ModelLoadError(
             f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
         )
-    weights = read_llama_weights(in_quantization(parts.checkpoint, quantization), config)
+    checkpoint = in_quantization(parts.checkpoint, quantization)
+    if convert is not None:
+        checkpoint = ConvertedCheckpoint(checkpoint, convert)
+    weights = read_llama_weights(checkpoint, config)
     model: Model | None = None
     if native and dtype in ("auto", "float32") and quantization != "w8a8":
         model = build_native(config, weights, threads=threads, kv_dtype=kv_dtype or torch.float32)
