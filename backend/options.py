@@ -21,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "w8", "w4", "w8a8"] = "auto"
+    activations: Literal["auto", "float32", "int8"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = EngineConfig().max_num_seqs

@@ -169,6 +169,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             dtype=options.dtype,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
+            activations=options.activations,
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
@@ -205,6 +206,7 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
         dtype=options.dtype,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
+        activations=options.activations,
         threads=settings.threads,
     )
     token_ids = range(tokenizer.vocab_size)

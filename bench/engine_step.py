@@ -27,6 +27,7 @@ def main() -> None:
         path,
         dtype=args.dtype,
         quantization=args.quantization,
+        activations=args.activations,
         threads=args.threads,
         native=args.native,
     )
@@ -46,6 +47,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--activations", default="auto")
     parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])

@@ -1,6 +1,7 @@
 """Step times of the native CPU tier: decode at several batch sizes, prefill at several lengths.
 
     python bench/native_step.py --model MODEL.gguf [--threads 2] [--context 160] [--repeat 15]
+        [--activations int8]
 
 Prints the median of each step with the bytes that it must move (packed weights once, the keys and values it reads)
 and the GB/s that this makes. Beside it, from the same run: all linears of such a step as torch float32 `F.linear`.
@@ -107,12 +108,15 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--activations", choices=("float32", "int8"), default="float32")
     parser.add_argument("--context", type=int, default=160)
     parser.add_argument("--repeat", type=int, default=15)
     args = parser.parse_args()
     checkpoint = GGUFCheckpoint(GGUFFile(args.model))
     weights = read_llama_weights(checkpoint, checkpoint.config)
-    model = NativeLlama(checkpoint.config, weights, threads=args.threads)
+    model = NativeLlama(
+        checkpoint.config, weights, threads=args.threads, activations=args.activations
+    )
     torch.set_num_threads(model.threads)
     print(
         f"{model.threads} threads, load {os.getloadavg()[0]:.2f}, {model.weight_bytes / 1e6:.0f} MB of weights"

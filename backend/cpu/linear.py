@@ -1,8 +1,7 @@
 """Matrix products on the CPU: each weight is brought once into the form that its kernel reads fastest.
 
 Float32 and bfloat16 go through oneDNN with prepacked weights, dequantized ones included. In bfloat16, blocks of 4-bit
-codes also stay in torch's int4 layout for the few-row steps that are bound by reading weights. W8A8 weights meet
-inputs in 8 bits.
+codes also stay in torch's int4 layout for the few-row steps that are bound by reading weights.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from backend.cpu.packed import PackedWeight
 from backend.quant.affine import AffineWeight, stacked
 from backend.quant.blocks import FOUR_BIT_KINDS
 from backend.quant.w4 import quantize_w4
-from backend.quant.w8a8 import EXACT_COLS, quantize_rows
 
 Linear = Callable[[Tensor], Tensor]  # [T, cols] -> [T, rows], in the dtype of the input
 
@@ -31,10 +29,7 @@ W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and co
 
 
 def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
-    """One product for several stacked matrices of equal width (q, k and v; gate and up).
-
-    ValueError where only some of them are W8A8.
-    """
+    """One product for several stacked matrices of equal width (q, k and v; gate and up)."""
     linear = _unobserved_linear(weights, dtype)
     observers = [weight.observer for weight in weights if weight.observer is not None]
     return ObservedLinear(linear, observers) if observers else linear
@@ -42,10 +37,6 @@ def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
 
 def _unobserved_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
     kinds = {weight.kind for weight in weights}
-    if kinds == {"W8A8"}:
-        return Int8Linear(stacked([weight.affine() for weight in weights]))
-    if "W8A8" in kinds:
-        raise ValueError(f"weights that meet 8-bit inputs cannot be stacked on others: {kinds}")
     matrix = torch.cat([weight.dequantize() for weight in weights])
     if dtype == torch.bfloat16 and not has_prepacked_linear(dtype):
         wide: Linear = WidenedLinear(DenseLinear(matrix))
@@ -111,22 +102,6 @@ class Int4Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, W4_GROUP, self._scales)
-
-
-class Int8Linear:
-    """`quant.w8a8` by float32 products, which hold codes and their sums exactly, 1024 columns at a time."""
-
-    def __init__(self, weight: AffineWeight) -> None:
-        """weight: of `quant.w8`: one scale a row, no offset."""
-        self._scale = weight.scale.T.contiguous()
-        chunks = weight.codes.float().split(EXACT_COLS, dim=1)
-        self._products = [DenseLinear(codes.contiguous()) for codes in chunks]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        codes, scale = quantize_rows(x)
-        chunks = codes.split(EXACT_COLS, dim=1)
-        sums = [product(part) for product, part in zip(self._products, chunks, strict=True)]
-        return (sum(sums[1:], sums[0]) * scale * self._scale).to(x.dtype)
 
 
 class FewRowsLinear:

@@ -20,6 +20,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -74,8 +75,9 @@ static INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-// A value that the compiler may not load again at each use: the load ports are what a register tile is short of.
-static INLINE vfloat in_register(vfloat v) {
+// A value that the compiler may not load again at each use, or put off: a register tile is short of both ports and
+// registers.
+template <class V> static INLINE V in_register(V v) {
 #if defined(USE_AVX512) || defined(USE_AVX2)
     asm("" : "+v"(v));
 #endif
@@ -165,6 +167,41 @@ static INLINE void prefetch(const void* p, int bytes) {
 }
 
 static INLINE vfloat silu(vfloat x) { return x / (exp(-x) + 1.0f); }
+
+// acc + products of the four bytes of each lane of w (0..15, where NIBBLES) with the four signed bytes of a. On AVX2 a
+// lane of acc is two 16-bit sums, which hold eight such products; `whole` adds them up to the 32-bit sum.
+#if defined(USE_AVX512) && defined(__AVX512VNNI__)
+constexpr bool NIBBLES = false;
+static INLINE vint dot4(vuint w, vint a, vint acc) {
+    return (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)a);
+}
+static INLINE vint whole(vint acc) { return acc; }
+#elif defined(USE_AVX2) && defined(__AVXVNNI__)
+constexpr bool NIBBLES = false;
+static INLINE vint dot4(vuint w, vint a, vint acc) {
+    return (vint)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)a);
+}
+static INLINE vint whole(vint acc) { return acc; }
+#elif defined(USE_AVX512)
+constexpr bool NIBBLES = true;
+static INLINE vint dot4(vuint w, vint a, vint acc) {
+    return (vint)_mm512_add_epi16((__m512i)acc, _mm512_maddubs_epi16((__m512i)w, (__m512i)a));
+}
+static INLINE vint whole(vint acc) { return (vint)_mm512_madd_epi16((__m512i)acc, _mm512_set1_epi16(1)); }
+#elif defined(USE_AVX2)
+constexpr bool NIBBLES = true;
+static INLINE vint dot4(vuint w, vint a, vint acc) {
+    return (vint)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16((__m256i)w, (__m256i)a));
+}
+static INLINE vint whole(vint acc) { return (vint)_mm256_madd_epi16((__m256i)acc, _mm256_set1_epi16(1)); }
+#else
+constexpr bool NIBBLES = false;
+static INLINE vint dot4(vuint w, vint a, vint acc) {
+    for (int shift = 0; shift < 32; shift += 8) acc += (vint)(w >> shift & 255) * (a << (24 - shift) >> 24);
+    return acc;
+}
+static INLINE vint whole(vint acc) { return acc; }
+#endif
 
 // ---- threads: one caller and helpers; work is claimed piece by piece, so a helper that was descheduled delays nothing
 // that it has not begun, and without helpers the caller does it all ---------------------------------------------------
@@ -279,7 +316,9 @@ class Pool {
 
 // ---- weights ------------------------------------------------------------------------------------------------------
 
-enum Kind : int32_t { F32, F16, BF16, Q8_0, Q4_0, Q4_1, NUM_KINDS };
+enum Kind : int32_t { F32, F16, BF16, Q8_0, Q4_0, Q4_1, W4, W8, NUM_KINDS };
+
+static bool meets_bytes(int kind) { return kind >= Q8_0 && kind <= W4; }
 
 struct Matrix {
     int32_t kind, rows, cols, reserved;
@@ -304,31 +343,51 @@ static INLINE vfloat dense_f32(const uint8_t* p) { return load<vfloat>(p); }
 static INLINE vfloat dense_f16(const uint8_t* p) { return load_f16((const uint16_t*)p); }
 static INLINE vfloat dense_bf16(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
 
-struct FormatQ8_0 {  // d[16] half, q[32][16] int8
-    static constexpr int GROUPS = 4, GROUP = 8, BYTES = PANEL * (2 + QBLOCK);
-    struct Block {
-        vfloat d;
-        const int8_t* q;
-        INLINE void open(const uint8_t* panel, int part) {
-            d = load_f16((const uint16_t*)panel + part * LANES);
-            q = (const int8_t*)panel + PANEL * 2 + part * LANES;
-        }
-        template <bool LAST> INLINE vfloat at(int g) const { return d * load_i8(q + g * PANEL); }
-        INLINE void next() { q += GROUP * PANEL; }
-    };
-};
+static INLINE vfloat load_scale(const uint16_t* p) { return load_f16(p); }
+static INLINE vfloat load_scale(const float* p) { return load<vfloat>(p); }
 
-// d[16] half, m[16] half when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 4 j + g.
-// Nibbles are not shifted down: 16^j q meets d / 16^j, which is exact and gives the same product.
-template <bool HAS_MIN> struct FormatQ4 {
-    static constexpr int GROUPS = 8, GROUP = 4, SCALES = PANEL * (HAS_MIN ? 4 : 2), BYTES = SCALES + PANEL * 16;
+// d[16] half, then q[8][16] words of four bytes: byte b of word g is column 8 b + g, stored as q + 128. Bytes are not
+// shifted down: 256^b (q + 128) meets d / 256^b, and 128 d comes off again; all of it is exact.
+struct FormatQ8_0 {
+    using Scale = uint16_t;
+    static constexpr bool HAS_MIN = false;
+    static constexpr int GROUPS = 4, GROUP = 8, SCALES = PANEL * 2, BYTES = SCALES + PANEL * QBLOCK;
     struct Block {
         vfloat d, m;
         const uint8_t* q;
         uint32_t mask;
         INLINE void open(const uint8_t* panel, int part) {
             d = load_f16((const uint16_t*)panel + part * LANES);
-            m = HAS_MIN ? load_f16((const uint16_t*)panel + PANEL + part * LANES) : d * -8.0f;
+            m = d * -128.0f;
+            q = panel + SCALES + part * LANES * 4;
+            mask = 255;
+        }
+        template <bool LAST> INLINE vfloat at(int g) const {
+            vuint word = load<vuint>(q + g * PANEL * 4);
+            return fma(__builtin_convertvector((vint)(LAST ? word >> 24 : word & mask), vfloat), d, m);
+        }
+        INLINE void next() {
+            asm("" : "+r"(q));  // or the compiler keeps every word of the block on the stack
+            mask <<= 8;
+            d *= mask == 0xff000000u ? 0x1p16f : 0x1p-8f;
+        }
+    };
+};
+
+// d[16] of Scale_, m[16] of it when HAS_MIN, then q[4][16] words of eight nibbles: nibble j of word g is column 4 j + g.
+// Nibbles are not shifted down: 16^j q meets d / 16^j, which is exact and gives the same product.
+template <bool HAS_MIN_, class Scale_ = uint16_t> struct FormatQ4 {
+    using Scale = Scale_;
+    static constexpr bool HAS_MIN = HAS_MIN_;
+    static constexpr int GROUPS = 8, GROUP = 4, SCALES = PANEL * sizeof(Scale) * (HAS_MIN ? 2 : 1);
+    static constexpr int BYTES = SCALES + PANEL * 16;
+    struct Block {
+        vfloat d, m;
+        const uint8_t* q;
+        uint32_t mask;
+        INLINE void open(const uint8_t* panel, int part) {
+            d = load_scale((const Scale*)panel + part * LANES);
+            m = HAS_MIN ? load_scale((const Scale*)panel + PANEL + part * LANES) : d * -8.0f;
             q = panel + SCALES + part * LANES * 4;
             mask = 15;
         }
@@ -344,6 +403,22 @@ template <bool HAS_MIN> struct FormatQ4 {
     };
 };
 
+// d[16] float, m[16] float, q[16][16] int8: 16 columns to a scale.
+struct FormatW8 {
+    static constexpr int GROUPS = 2, GROUP = 8, SCALES = PANEL * 8, BYTES = SCALES + PANEL * 16;
+    struct Block {
+        vfloat d, m;
+        const int8_t* q;
+        INLINE void open(const uint8_t* panel, int part) {
+            d = load<vfloat>(panel + part * LANES * 4);
+            m = load<vfloat>(panel + (PANEL + part * LANES) * 4);
+            q = (const int8_t*)panel + SCALES + part * LANES;
+        }
+        template <bool LAST> INLINE vfloat at(int g) const { return fma(load_i8(q + g * PANEL), d, m); }
+        INLINE void next() { q += GROUP * PANEL; }
+    };
+};
+
 using FormatF32 = Dense<PANEL * 4, dense_f32>;
 using FormatF16 = Dense<PANEL * 2, dense_f16>;
 using FormatBF16 = Dense<PANEL * 2, dense_bf16>;
@@ -355,7 +430,9 @@ template <class Use> static INLINE auto with_format(int kind, const Use& use) {
         case BF16: return use(FormatBF16{});
         case Q8_0: return use(FormatQ8_0{});
         case Q4_0: return use(FormatQ4<false>{});
-        default: return use(FormatQ4<true>{});
+        case Q4_1: return use(FormatQ4<true>{});
+        case W4: return use(FormatQ4<true, float>{});
+        default: return use(FormatW8{});
     }
 }
 
@@ -368,6 +445,42 @@ static int64_t panel_bytes(int kind, int cols) {
     });
 }
 
+// ---- activations as signed bytes, 32 columns to a scale ------------------------------------------------------------
+
+struct ByteGroup {
+    int8_t q[QBLOCK];  // word g holds the columns g, 8 + g, 16 + g, 24 + g: the order of the weights' words
+    float scale, scaled_sum;
+    int32_t sum_of_eights, unused;  // 8 * (sum of q)
+};
+
+// scale = max |x| / 127, q = x / scale to the nearest, ties to even; below 1e-30 all is 0. What is not finite makes the
+// group NaN.
+static void round_to_bytes(const float* x, int cols, ByteGroup* out) {
+    for (int k = 0; k < cols; k += QBLOCK, out++) {
+        vfloat top = {}, check = {};
+        for (int i = 0; i < QBLOCK; i += LANES) {
+            vfloat v = load<vfloat>(x + k + i);
+            v = v < 0.0f ? -v : v;
+            top = v > top ? v : top, check += v * 0.0f;
+        }
+        const float peak = max(top), inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
+        const bool finite = sum(check) == 0.0f;
+        int32_t q[QBLOCK], total = 0;
+        for (int i = 0; i < QBLOCK; i += LANES) {
+            const vfloat scaled = load<vfloat>(x + k + i) * inverse;
+            const vint rounded = (vint)(scaled + 0x1.8p23f) - 0x4b400000;
+            std::memcpy(q + i, &rounded, sizeof rounded);
+        }
+        for (int i = 0; i < QBLOCK; i++) total += q[i] = finite ? q[i] : 0;
+        for (int g = 0; g < 8; g++) {
+            const uint32_t word = (q[g] & 255) | (q[8 + g] & 255) << 8 | (q[16 + g] & 255) << 16 | uint32_t(q[24 + g]) << 24;
+            std::memcpy(out->q + 4 * g, &word, 4);
+        }
+        out->scale = finite ? peak / 127.0f : NAN;
+        out->scaled_sum = out->scale * float(total), out->sum_of_eights = 8 * total;
+    }
+}
+
 // One row in file order -> lane `lane` of a zeroed panel.
 static void pack_row(int kind, const uint8_t* src, int cols, uint8_t* panel, int lane) {
     const int word = kind == F32 ? 4 : 2;
@@ -376,11 +489,17 @@ static void pack_row(int kind, const uint8_t* src, int cols, uint8_t* panel, int
     else if (kind == Q8_0)
         for (int b = 0; b < cols / QBLOCK; b++, src += 2 + QBLOCK, panel += FormatQ8_0::BYTES) {
             std::memcpy(panel + lane * 2, src, 2);
-            for (int k = 0; k < QBLOCK; k++) panel[PANEL * 2 + k * PANEL + lane] = src[2 + k];
+            uint8_t* q = panel + FormatQ8_0::SCALES + lane * 4;
+            for (int k = 0; k < QBLOCK; k++) q[k % 8 * PANEL * 4 + k / 8] = src[2 + k] ^ 128;
+        }
+    else if (kind == W8)
+        for (int b = 0; b < cols / COLS<FormatW8>; b++, src += 8 + 16, panel += FormatW8::BYTES) {
+            for (int i = 0; i < 2; i++) std::memcpy(panel + (i * PANEL + lane) * 4, src + i * 4, 4);
+            for (int k = 0; k < 16; k++) panel[FormatW8::SCALES + k * PANEL + lane] = src[8 + k];
         }
     else
-        for (int b = 0, s = kind == Q4_1 ? 4 : 2; b < cols / QBLOCK; b++, src += s + 16) {
-            for (int i = 0; i < s / 2; i++) std::memcpy(panel + (i * PANEL + lane) * 2, src + i * 2, 2);
+        for (int b = 0, size = kind == W4 ? 4 : 2, s = kind == Q4_0 ? 2 : 2 * size; b < cols / QBLOCK; b++, src += s + 16) {
+            for (int i = 0; i < s / size; i++) std::memcpy(panel + (i * PANEL + lane) * size, src + i * size, size);
             uint8_t* q = panel + PANEL * s + lane * 4;
             for (int k = 0; k < QBLOCK; k++)
                 q[k % 4 * PANEL * 4 + k / 8] |= (src[s + k % 16] >> k / 16 * 4 & 15) << k / 4 % 2 * 4;
@@ -451,6 +570,73 @@ static INLINE void multiply_tile(const uint8_t* w, int64_t stride, int64_t step,
     }
 }
 
+// The product of a group of 32 columns in integers: sums[r][v] = sum over the words of word(g, v) times row r's bytes.
+template <int ROWS, class Word>
+static INLINE void dot_group(const ByteGroup* x, int64_t ldx, const Word& word, vint (&sums)[ROWS][PARTS]) {
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < PARTS; v++) sums[r][v] = vint{};
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; g++) {
+        vuint w[PARTS];
+        for (int v = 0; v < PARTS; v++) w[v] = word(g, v);
+        for (int r = 0; r < ROWS; r++) {
+            const vint a = load<int32_t>(x[r * ldx].q + 4 * g) - vint{};
+            for (int v = 0; v < PARTS; v++) sums[r][v] = in_register(dot4(w[v], a, sums[r][v]));
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < PARTS; v++) sums[r][v] = whole(sums[r][v]);
+}
+
+// sums[r][v] = sum over a group's columns of q times the bytes of row r; q as stored less BIAS.
+template <int ROWS>
+static INLINE void dot_block(FormatQ8_0, const uint8_t* block, const ByteGroup* x, int64_t ldx,
+                             vint (&sums)[ROWS][PARTS]) {
+    const uint8_t* q = block + FormatQ8_0::SCALES;
+    const auto bytes = [&](int g, int v) { return load<vuint>(q + (g * PANEL + v * LANES) * 4); };
+    if constexpr (NIBBLES) {
+        vint high[ROWS][PARTS];
+        dot_group<ROWS>(x, ldx, [&](int g, int v) { return bytes(g, v) >> 4 & 0x0f0f0f0fu; }, high);
+        dot_group<ROWS>(x, ldx, [&](int g, int v) { return bytes(g, v) & 0x0f0f0f0fu; }, sums);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < PARTS; v++) sums[r][v] += high[r][v] << 4;
+    } else
+        dot_group<ROWS>(x, ldx, bytes, sums);
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < PARTS; v++) sums[r][v] -= x[r * ldx].sum_of_eights << 4;
+}
+
+template <int ROWS, bool HAS_MIN, class Scale>
+static INLINE void dot_block(FormatQ4<HAS_MIN, Scale>, const uint8_t* block, const ByteGroup* x, int64_t ldx,
+                             vint (&sums)[ROWS][PARTS]) {
+    const uint8_t* q = block + FormatQ4<HAS_MIN, Scale>::SCALES;
+    dot_group<ROWS>(x, ldx, [&](int g, int v) {
+        return load<vuint>(q + (g % 4 * PANEL + v * LANES) * 4) >> (g / 4 * 4) & 0x0f0f0f0fu;
+    }, sums);
+    if constexpr (!HAS_MIN)
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < PARTS; v++) sums[r][v] -= x[r * ldx].sum_of_eights;
+}
+
+// y = sum over the groups of d * scale * (integer sum), and m * scale * (sum of the row's bytes) where there is an m.
+template <class F, int ROWS>
+static INLINE void multiply_bytes_tile(const uint8_t* block, const ByteGroup* x, int64_t ldx, vfloat (&acc)[ROWS][PARTS]) {
+    for (int64_t k = 0; k < ldx; k++, block += F::BYTES, x++) {
+        vint sums[ROWS][PARTS];
+        dot_block<ROWS>(F{}, block, x, ldx, sums);
+        for (int v = 0; v < PARTS; v++) {
+            const vfloat d = load_scale((const typename F::Scale*)block + v * LANES);
+            for (int r = 0; r < ROWS; r++)
+                acc[r][v] = fma(d * __builtin_convertvector(sums[r][v], vfloat), splat(x[r * ldx].scale), acc[r][v]);
+        }
+        if constexpr (F::HAS_MIN)
+            for (int v = 0; v < PARTS; v++) {
+                const vfloat m = load_scale((const typename F::Scale*)block + PANEL + v * LANES);
+                for (int r = 0; r < ROWS; r++) acc[r][v] = fma(m, splat(x[r * ldx].scaled_sum), acc[r][v]);
+            }
+    }
+}
+
 enum Epilogue { STORE, ADD, SILU_GATE };
 
 struct Output {
@@ -490,6 +676,9 @@ static INLINE void emit(const Output& out, int m, int panel, vfloat* acc) {
 constexpr int WIDE = 2 > PARTS ? 2 : PARTS;         // vectors of a tile of many rows
 constexpr int NARROW = LANES == 4 ? 8 : 4;          // vectors of a tile of one row
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;      // of a tile: WIDE * MAX_ROWS accumulators fit the registers
+#ifndef MAX_BYTE_ROWS
+#define MAX_BYTE_ROWS (LANES == 16 ? 12 : 4)
+#endif
 constexpr int MAX_DIRECT = 4;                       // rows up to which weights are unpacked in registers, once each
 
 template <class F, int ROWS, int VECS>
@@ -516,10 +705,10 @@ template <int MAX, class Use> static INLINE void with_rows(int n, const Use& use
 }
 
 // Rows 0..count in tiles of nearly equal height: use(rows constant, first row).
-template <class Use> static INLINE void for_row_tiles(int count, const Use& use) {
-    for (int m = 0, tiles = (count + MAX_ROWS - 1) / MAX_ROWS; tiles; tiles--) {
+template <int MAX = MAX_ROWS, class Use> static INLINE void for_row_tiles(int count, const Use& use) {
+    for (int m = 0, tiles = (count + MAX - 1) / MAX; tiles; tiles--) {
         int rows = (count - m + tiles - 1) / tiles;
-        with_rows<MAX_ROWS>(rows, [&](auto r) { use(r, m); });
+        with_rows<MAX>(rows, [&](auto r) { use(r, m); });
         m += rows;
     }
 }
@@ -547,6 +736,7 @@ class Scratch {
 struct Workers {
     Pool pool;
     std::vector<Scratch> scratch;  // one a thread
+    Scratch bytes;                 // activations of the product under way
     explicit Workers(int threads) : pool(threads), scratch(threads) {}
 };
 
@@ -595,6 +785,35 @@ static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t 
     });
 }
 
+// Rounds each row to bytes, a group of columns at a time, so that no row depends on another; then multiplies them in
+// integers with a matrix of blocks.
+static void multiply_bytes(Workers& workers, const Matrix& w, const float* x, int64_t ldx, int m, const Output& out) {
+    const int panels = w.panels(), groups = w.cols / QBLOCK;
+    const int64_t stride = panel_bytes(w.kind, w.cols);
+    ByteGroup* rounded = (ByteGroup*)workers.bytes.need(int64_t(m) * groups * sizeof(ByteGroup) / sizeof(float));
+    const int rows_a_piece = std::max(1, 1024 / groups);
+    workers.pool.run((m + rows_a_piece - 1) / rows_a_piece, [&](int piece, int) {
+        for (int r = piece * rows_a_piece; r < std::min(m, (piece + 1) * rows_a_piece); r++)
+            round_to_bytes(x + r * ldx, w.cols, rounded + int64_t(r) * groups);
+    });
+    const int row_chunks = (m + ROW_CHUNK - 1) / ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
+    const int group = std::max(1, panels / (workers.pool.threads * 8)), pieces = (panels + group - 1) / group;
+    workers.pool.run(pieces * row_chunks, [&](int piece, int) {
+        const int first = piece % pieces * group, last = std::min(panels, first + group);
+        const int m0 = piece / pieces * chunk, count = std::min(m, m0 + chunk) - m0;
+        with_format(w.kind, [&](auto f) {
+            using F = decltype(f);
+            if constexpr (COLS<F> == QBLOCK)
+                for (int p = first; p < last; p++)
+                    for_row_tiles<MAX_BYTE_ROWS>(count, [&](auto rows, int r0) {
+                        vfloat acc[decltype(rows)::value][PARTS] = {};
+                        multiply_bytes_tile<F>(w.data + p * stride, rounded + int64_t(m0 + r0) * groups, groups, acc);
+                        for (int r = 0; r < rows; r++) emit(out, m0 + r0 + r, p, acc[r]);
+                    });
+        });
+    });
+}
+
 // ---- the model ----------------------------------------------------------------------------------------------------
 
 struct Layer {
@@ -603,7 +822,7 @@ struct Layer {
 };
 
 struct Config {
-    int32_t num_layers, hidden, ffn, heads, kv_heads, head_dim, vocab, threads;
+    int32_t num_layers, hidden, ffn, heads, kv_heads, head_dim, vocab, threads, byte_activations, unused;
     float eps, score_scale;
     const float *inv_freq, *norm;
     Matrix embed, lm_head;
@@ -896,8 +1115,9 @@ class Model {
     int qkv_width() const { return (config.heads + 2 * config.kv_heads) * config.head_dim; }
 
     void linear(const Matrix& w, const float* x, int rows, Epilogue epilogue, float* y) {
-        multiply(workers, w, x, w.cols, rows,
-                 {epilogue, y, epilogue == SILU_GATE ? w.rows / 2 : w.rows, w.rows, w.bias});
+        const Output out{epilogue, y, epilogue == SILU_GATE ? w.rows / 2 : w.rows, w.rows, w.bias};
+        const bool in_bytes = config.byte_activations && meets_bytes(w.kind);
+        (in_bytes ? multiply_bytes : multiply)(workers, w, x, w.cols, rows, out);
     }
 
     // Which field of the step points outside: null when none does.
@@ -985,6 +1205,187 @@ class Model {
     }
 };
 
+// ---- drawing a token: the formulas of backend/engine/sampler.py and noise.py --------------------------------------------
+
+struct DrawRule {
+    double temperature, top_p;
+    float peak, floor;  // the largest logit, and the least that min_p allows
+    int32_t top_k, unused;
+    uint64_t key;
+};
+
+struct Candidate {
+    float logit, weight;  // weight: probability relative to the likeliest token
+    int32_t id;
+};
+
+static INLINE bool any(vint mask) {
+#if defined(USE_AVX2)
+    return _mm256_movemask_ps((__m256)mask);
+#else
+    int bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= mask[i];
+    return bits;
+#endif
+}
+
+// Calls use(id) for every id whose logit is at least `least`, in order.
+template <class Use> static INLINE void for_ids_from(const float* logits, int n, float least, const Use& use) {
+    int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        vint found = {};
+        for (int v = 0; v < 4; v++) found |= (vint)(load<vfloat>(logits + i + v * LANES) >= least);
+        if (any(found))
+            for (int j = i; j < i + 4 * LANES; j++)
+                if (logits[j] >= least) use(j);
+    }
+    for (; i < n; i++)
+        if (logits[i] >= least) use(i);
+}
+
+static INLINE uint64_t mix64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+class Race {  // the finishing times of tokens, as logarithms; the smallest wins
+    static constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+    static constexpr int NOISE_GROUP = 16;
+    const float* logits;
+    const DrawRule& rule;
+    const uint64_t fresh_key;
+
+    uint64_t word(uint64_t key, int index) const { return mix64(key + (uint64_t(index) + 1) * GOLDEN); }
+    static double exponential(uint64_t word) { return -std::log((double(int64_t(word >> 12)) + 0.5) * 0x1p-52); }
+
+  public:
+    double best = INFINITY;
+    int winner = 0;
+
+    Race(const float* logits, const DrawRule& rule) : logits(logits), rule(rule), fresh_key(mix64(rule.key)) {}
+
+    void enter(int id) { enter(id, word(rule.key, id / NOISE_GROUP)); }
+    void enter(int id, uint64_t group_word) {
+        double time = exponential(group_word) / NOISE_GROUP;
+        if (int(group_word & 15) != id % NOISE_GROUP) time += exponential(word(fresh_key, id));
+        const double score = std::log(time) - (double(logits[id]) - double(rule.peak)) / rule.temperature;
+        if (score < best) best = score, winner = id;
+    }
+
+    // All tokens whose noise is below `limit`, by the least of each group, and some whose noise is not.
+    void enter_noise_below(double limit, int n) {
+        const double share = std::exp(-NOISE_GROUP * limit) * 0x1p64, rounding = 0x1p14;
+        const uint64_t least = share <= rounding ? 0 : uint64_t(share - rounding);
+        for (int group = 0; group * NOISE_GROUP < n; group++)
+            if (const uint64_t w = word(rule.key, group); w >= least)
+                for (int id = group * NOISE_GROUP; id < std::min(n, (group + 1) * NOISE_GROUP); id++)
+                    if (logits[id] >= rule.floor) enter(id, w);
+    }
+};
+
+static double sum_of_weights(const float* logits, int n, float peak, float temperature) {
+    double total = 0;
+    int i = 0;
+    for (; i + LANES <= n;) {
+        vfloat part = {};  // of so few that float32 loses nothing that matters
+        for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES)
+            part += exp((load<vfloat>(logits + i) - peak) / temperature);
+        total += sum(part);
+    }
+    for (; i < n; i++) total += exp(splat((logits[i] - peak) / temperature))[0];
+    return total;
+}
+
+static bool likelier(const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+class Kept {  // the tokens that top_k and top_p leave
+    const float* logits;
+    const int n;
+    const float peak, temperature;
+
+    double collect(float margin) {
+        double mass = 0;
+        list.clear();
+        for_ids_from(logits, n, peak - margin, [&](int id) {
+            list.push_back({logits[id], exp(splat((logits[id] - peak) / temperature))[0], id});
+            mass += list.back().weight;
+        });
+        return mass;
+    }
+
+  public:
+    std::vector<Candidate>& list;
+
+    Kept(std::vector<Candidate>& list, const float* logits, int n, float peak, float temperature)
+        : logits(logits), n(n), peak(peak), temperature(temperature), list(list) {}
+
+    double take_likeliest(int count) {
+        double mass = 0;
+        for (float margin : {3.0f, 8.0f, INFINITY})
+            if (mass = collect(margin); int(list.size()) >= count) break;
+        if (int(list.size()) <= count) return mass;
+        std::nth_element(list.begin(), list.begin() + count, list.end(), likelier);
+        list.resize(count), mass = 0;
+        for (const auto& c : list) mass += c.weight;
+        return mass;
+    }
+
+    double take_mass(double share) {
+        const double total = sum_of_weights(logits, n, peak, temperature);
+        for (float margin : {3.0f, 8.0f, INFINITY})
+            if (collect(margin) >= share * total) break;
+        return total;
+    }
+
+    // Likeliest first, up to the one that reaches `mass`: a search by halves, in no more order than it needs.
+    void cut(double mass) {
+        size_t low = 0, high = list.size();
+        double before = 0;
+        while (high - low > 1) {
+            const size_t middle = low + (high - low) / 2;
+            std::nth_element(list.begin() + low, list.begin() + middle, list.begin() + high, likelier);
+            double part = before;
+            for (size_t i = low; i < middle; i++) part += list[i].weight;
+            if (part >= mass) high = middle;
+            else low = middle, before = part;
+        }
+        list.resize(low == 0 || before < mass ? low + 1 : low);
+    }
+};
+
+static int draw_truncated(const float* logits, int n, const DrawRule& rule) {
+    static thread_local std::vector<Candidate> list;
+    Kept kept(list, logits, n, rule.peak, float(rule.temperature));
+    const double total = rule.top_k > 0 && rule.top_k < n ? kept.take_likeliest(rule.top_k) : kept.take_mass(rule.top_p);
+    if (rule.top_p < 1.0) kept.cut(rule.top_p * total);
+    Race race(logits, rule);
+    for (const auto& c : list)
+        if (c.logit >= rule.floor) race.enter(c.id);
+    return race.winner;
+}
+
+// The winner among all: the likeliest run; one of the rest can only win with noise below a limit.
+static int draw_from_all(const float* logits, int n, const DrawRule& rule) {
+    static thread_local std::vector<int32_t> ids;
+    constexpr size_t MAX_HEAD = 4096;
+    double margin = 0;
+    for (double temperatures : {5.5, 2.5}) {
+        margin = temperatures * rule.temperature, ids.clear();
+        const float least = float(std::max(double(rule.peak) - margin, double(rule.floor)));
+        for_ids_from(logits, n, least, [](int id) { ids.push_back(id); });
+        if (ids.size() <= MAX_HEAD) break;
+    }
+    if (ids.size() > MAX_HEAD) ids.resize(MAX_HEAD), margin = 0;  // any of the rest may be as likely as these
+    Race race(logits, rule);
+    for (int id : ids) race.enter(id);
+    if (margin < double(rule.peak) - double(rule.floor))
+        race.enter_noise_below(std::exp(race.best - margin / rule.temperature + 1e-4), n);
+    return race.winner;
+}
+
 // ---- C interface --------------------------------------------------------------------------------------------------
 
 static const char OUT_OF_MEMORY[] = "out of memory";
@@ -1006,7 +1407,8 @@ void tidegate_use_huge_pages(void* start, int64_t num_bytes) {
 
 // Bytes of a packed matrix; -1 when this kind or number of columns cannot be packed.
 int64_t tidegate_packed_bytes(int kind, int rows, int cols) {
-    if (kind < 0 || kind >= NUM_KINDS || rows < 1 || cols < 1 || (kind >= Q8_0 && cols % QBLOCK)) return -1;
+    if (kind < 0 || kind >= NUM_KINDS || rows < 1 || cols < 1) return -1;
+    if (with_format(kind, [&](auto f) { return cols % COLS<decltype(f)>; })) return -1;
     return (rows + PANEL - 1) / PANEL * panel_bytes(kind, cols);
 }
 
@@ -1019,11 +1421,30 @@ void tidegate_pack(int kind, const uint8_t* src, int64_t row_bytes, const int64_
 }
 
 // y [m, rows] = x [m, cols] times w transposed. Null on success, else what went wrong.
-const char* tidegate_linear(const Matrix* w, const float* x, int m, float* y, int threads) try {
+const char* tidegate_linear(const Matrix* w, const float* x, int m, float* y, int threads, int byte_activations) try {
     Workers workers(threads);
-    multiply(workers, *w, x, w->cols, m, {STORE, y, w->rows, w->rows, w->bias});
+    const Output out{STORE, y, w->rows, w->rows, w->bias};
+    (byte_activations && meets_bytes(w->kind) ? multiply_bytes : multiply)(workers, *w, x, w->cols, m, out);
     return nullptr;
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
+
+// The next token by `rule`, -1 without memory. `logits` [n] hold no NaN, and the largest is finite.
+int tidegate_draw(const float* logits, int n, const DrawRule* rule) try {
+    const bool truncated = (rule->top_k > 0 && rule->top_k < n) || rule->top_p < 1.0;
+    return truncated ? draw_truncated(logits, n, *rule) : draw_from_all(logits, n, *rule);
+} catch (const std::exception&) { return -1; }
+
+// Sum over the vocabulary of exp(logit - peak).
+double tidegate_weight(const float* logits, int n, float peak) { return sum_of_weights(logits, n, peak, 1.0f); }
+
+// The `count` likeliest ids, likeliest first, equal ones by rising id, to `ids`. False without memory.
+bool tidegate_likeliest(const float* logits, int n, float peak, int count, int64_t* ids) try {
+    static thread_local std::vector<Candidate> list;
+    Kept(list, logits, n, peak, 1.0f).take_likeliest(count);
+    std::sort(list.begin(), list.end(), likelier);
+    for (int i = 0; i < count; i++) ids[i] = list[i].id;
+    return true;
+} catch (const std::exception&) { return false; }
 
 // Null when there is no memory or no thread to be had. All that `config` points to must outlive the model.
 void* tidegate_model_new(const Config* config) try {

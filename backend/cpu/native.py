@@ -19,16 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from backend.cpu.native_abi import Config, Matrix, Step
+from backend.cpu.native_abi import Config, DrawRule, Matrix, Step
 
-KINDS = (
-    "F32",
-    "F16",
-    "BF16",
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-)  # in the order of `enum Kind`; others become F32
 BUILD_TIMEOUT_S = 180
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
@@ -78,7 +70,13 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "tidegate_use_huge_pages": (None, [c_ptr, ctypes.c_int64]),
         "tidegate_packed_bytes": (ctypes.c_int64, [c_int, c_int, c_int]),
         "tidegate_pack": (None, [c_int, c_ptr, ctypes.c_int64, c_ptr, c_int, c_int, c_ptr]),
-        "tidegate_linear": (ctypes.c_char_p, [ctypes.POINTER(Matrix), c_ptr, c_int, c_ptr, c_int]),
+        "tidegate_linear": (
+            ctypes.c_char_p,
+            [ctypes.POINTER(Matrix), c_ptr, c_int, c_ptr, c_int, c_int],
+        ),
+        "tidegate_draw": (c_int, [c_ptr, c_int, ctypes.POINTER(DrawRule)]),
+        "tidegate_weight": (ctypes.c_double, [c_ptr, c_int, ctypes.c_float]),
+        "tidegate_likeliest": (ctypes.c_bool, [c_ptr, c_int, ctypes.c_float, c_int, c_ptr]),
         "tidegate_model_new": (c_ptr, [ctypes.POINTER(Config)]),
         "tidegate_model_free": (None, [c_ptr]),
         "tidegate_forward": (ctypes.c_char_p, [c_ptr, ctypes.POINTER(Step)]),

@@ -35,6 +35,7 @@ class Layer(ctypes.Structure):
 class Config(ctypes.Structure):
     _fields_ = [
         *_fields(ctypes.c_int32, "num_layers hidden ffn heads kv_heads head_dim vocab threads"),
+        *_fields(ctypes.c_int32, "byte_activations unused"),
         *_fields(ctypes.c_float, "eps score_scale"),
         *_fields(ctypes.c_void_p, "inv_freq norm"),
         ("embed", Matrix),
@@ -53,4 +54,13 @@ class Step(ctypes.Structure):
             ctypes.c_void_p, "token_ids positions slots query_start context_lens block_tables"
         ),
         *_fields(ctypes.c_void_p, "logits_rows keys values key_scales value_scales logits"),
+    ]
+
+
+class DrawRule(ctypes.Structure):
+    _fields_ = [
+        *_fields(ctypes.c_double, "temperature top_p"),
+        *_fields(ctypes.c_float, "peak floor"),
+        *_fields(ctypes.c_int32, "top_k unused"),
+        ("key", ctypes.c_uint64),
     ]

@@ -12,16 +12,10 @@ from torch import Tensor
 
 from backend.cpu.native import native_library
 from backend.cpu.native_abi import Matrix
-from backend.cpu.packed import PackedWeight
+from backend.cpu.packed import PackedWeight, in_one_kind
 
-KINDS = (
-    "F32",
-    "F16",
-    "BF16",
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-)  # in the order of `enum Kind`; others become F32
+# In the order of `enum Kind`.
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "W4", "W8")
 _ARENA_BYTES = 64 << 20
 _ALIGN = 64
 
@@ -68,28 +62,21 @@ def pack_matrix(
 ) -> NativeMatrix:
     """Stack matrices of equal width and bring them into panels; row i is row `order[i]` of the stack.
 
-    A kind without a kernel, or a stack of mixed kinds, is kept as float32.
+    A kind without a kernel, or a stack of mixed kinds, is kept in one that holds it exactly.
     """
-    kinds = {w.kind for w in weights}
-    kind = kinds.pop() if len(kinds) == 1 else "F32"
     rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
     if any(w.shape[1] != cols for w in weights):
         raise ValueError(
             f"matrices of different widths cannot be stacked: {[w.shape for w in weights]}"
         )
-    if kind not in KINDS:
-        kind = "F32"
-    raw = np.concatenate([w.raw if w.kind == kind else _as_f32(w) for w in weights])
+    alike = in_one_kind(weights)
+    raw = np.concatenate([w.raw for w in alike])
     order = np.arange(rows) if order is None else order
     if sorted(order.tolist()) != list(range(rows)):
         raise ValueError(f"order is no permutation of {rows} rows")
     return _packed(
-        KINDS.index(kind), np.ascontiguousarray(raw), order.astype(np.int64), cols, arena
+        KINDS.index(alike[0].kind), np.ascontiguousarray(raw), order.astype(np.int64), cols, arena
     )
-
-
-def _as_f32(weight: PackedWeight) -> np.ndarray:
-    return weight.dequantize().numpy().view(np.uint8)
 
 
 def _packed(
@@ -106,8 +93,13 @@ def _packed(
     return NativeMatrix(Matrix(kind, rows, cols, 0, data.data_ptr(), None), data)
 
 
-def native_linear(x: Tensor, weight: NativeMatrix, threads: int = 1) -> Tensor:
-    """float32 x [T, cols] -> x @ weight.T [T, rows]. Starts threads of its own: for tests and measurements."""
+def native_linear(
+    x: Tensor, weight: NativeMatrix, threads: int = 1, *, byte_activations: bool = False
+) -> Tensor:
+    """float32 x [T, cols] -> x @ weight.T [T, rows]. Starts threads of its own: for tests and measurements.
+
+    `byte_activations`: x as `activations.rounded_to_bytes` gives it, where the weight is in blocks.
+    """
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != weight.struct.cols:
         raise ValueError(
             f"x must be float32 [T, {weight.struct.cols}], got {x.dtype} {list(x.shape)}"
@@ -115,7 +107,12 @@ def native_linear(x: Tensor, weight: NativeMatrix, threads: int = 1) -> Tensor:
     x, y = x.contiguous(), torch.empty(x.shape[0], weight.struct.rows)
     if x.shape[0]:
         fault = native_library().tidegate_linear(
-            ctypes.byref(weight.struct), x.data_ptr(), x.shape[0], y.data_ptr(), threads
+            ctypes.byref(weight.struct),
+            x.data_ptr(),
+            x.shape[0],
+            y.data_ptr(),
+            threads,
+            byte_activations,
         )
         if fault:
             raise MemoryError(fault.decode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,15 +11,17 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as dequantize_blocks
 from torch import Tensor
 
-from backend.quant.affine import AffineWeight
+from backend.quant.affine import AffineWeight, stacked
 from backend.quant.blocks import KINDS as OUR_KINDS
 from backend.quant.blocks import pack_blocks, smallest_kind, unpack_blocks
+from backend.quant.ggml import unpack_ggml
 
 _FLOATS = ("F32", "F16", "BF16")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
 _K_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 KINDS = frozenset((*_FLOATS, *_BLOCKS, *_K_BLOCKS))  # of GGUF files
 _OURS_ALONE = frozenset(OUR_KINDS) - KINDS
+_TIER_KINDS = frozenset((*_FLOATS, *OUR_KINDS))  # which the tiers compute on
 _CHUNK_BYTES = 1 << 24
 
 
@@ -63,8 +65,9 @@ class PackedWeight:
             return torch.from_numpy(dequantize_blocks(raw, GGMLQuantizationType[self.kind]))
 
     def affine(self) -> AffineWeight:
-        """Its groups of codes; for the kinds of `quant.blocks`."""
-        return unpack_blocks(self.kind, self.raw)
+        """Its groups of codes. For every kind but the floats."""
+        unpack = unpack_blocks if self.kind in OUR_KINDS else unpack_ggml
+        return unpack(self.kind, self.raw)
 
     def rows_permuted(self, order: np.ndarray) -> PackedWeight:
         """The same weight with its rows in another order; blocks lie within rows, so no value changes."""
@@ -76,6 +79,19 @@ def pack(tensor: Tensor) -> PackedWeight:
     kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[tensor.dtype]
     matrix = tensor.contiguous().reshape(-1, tensor.shape[-1])
     return PackedWeight(kind, matrix.view(torch.uint8).numpy(), (matrix.shape[0], matrix.shape[1]))
+
+
+def in_one_kind(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
+    """Matrices to be stacked, in one kind of `quant.blocks` or of floats that holds them all exactly.
+
+    Among floats of several kinds, or floats and blocks, that is F32.
+    """
+    kinds = {weight.kind for weight in weights}
+    if len(kinds) == 1 and kinds <= _TIER_KINDS:
+        return list(weights)
+    if any(weight.kind in _FLOATS for weight in weights):
+        return [pack(weight.dequantize()) for weight in weights]
+    return [pack_affine(stacked([weight.affine() for weight in weights]))]
 
 
 def pack_affine(weight: AffineWeight, kind: str | None = None) -> PackedWeight:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from backend.cpu.native_draw import native_draw
 from backend.engine.detokenizer import EngineTokenizer
 from backend.engine.params import FinishReason, StepOutput, TokenLogprob
 from backend.engine.request import EngineRequest
@@ -33,7 +34,7 @@ def score_prompt(request: EngineRequest, logits: Iterable[np.ndarray]) -> bool:
         if not np.isfinite(raw.max()):
             return False
         token_id = request.token_ids[len(request.prompt_logprobs)]
-        request.prompt_logprobs.append(token_logprob(raw, token_id, num_top))
+        request.prompt_logprobs.append(token_logprob(raw, token_id, num_top, native_draw()))
     return True
 
 

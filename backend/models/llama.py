@@ -6,12 +6,14 @@ portable torch model below.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.cpu.activations import rounding_first
 from backend.cpu.attention import attend, plan_attention, write_cache
 from backend.cpu.linear import Linear, make_linear
 from backend.cpu.packed import PackedWeight
@@ -21,6 +23,8 @@ from backend.models.config import ModelConfig
 from backend.models.errors import ModelLoadError
 from backend.models.layers import RotaryTable, inverse_frequencies, rotate
 from backend.quant.kv import new_cache, row_bytes
+
+MakeLinear = Callable[[Sequence[PackedWeight]], Linear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +109,42 @@ class _CheckedReader:
 
 
 class _Layer:
-    def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: LlamaLayerWeights, dtype: torch.dtype, make: MakeLinear) -> None:
         self.attn_norm, self.mlp_norm = weights.attn_norm.to(dtype), weights.mlp_norm.to(dtype)
-        self.qkv = make_linear(weights.qkv, dtype)
-        self.attn_out = make_linear([weights.attn_out], dtype)
-        self.gate_up = make_linear(weights.gate_up, dtype)
-        self.down = make_linear([weights.down], dtype)
+        self.qkv = make(weights.qkv)
+        self.attn_out = make([weights.attn_out])
+        self.gate_up = make(weights.gate_up)
+        self.down = make([weights.down])
 
 
 class Llama:
     """The portable tier: torch alone, any CPU."""
 
     def __init__(
-        self, weights: LlamaWeights, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+        self,
+        weights: LlamaWeights,
+        dtype: torch.dtype,
+        activations: str = "float32",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv_dtype`: of the KV cache; None: that of the arithmetic."""
+        """`activations`: "int8" gives what the native tier gives then, with dtype float32; it saves no time here.
+
+        `kv_dtype`: of the KV cache; None: that of the arithmetic.
+        """
         config = weights.config
+
+        def make(stack: Sequence[PackedWeight]) -> Linear:
+            linear = make_linear(stack, dtype)
+            return rounding_first(linear, stack) if activations == "int8" else linear
+
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
-        formats = f"{dtype}-{self.kv_dtype}".replace("torch.", "")
+        formats = f"{dtype}-{activations}-{self.kv_dtype}".replace("torch.", "")
         self.fingerprint = f"{weights.fingerprint}-{formats}"
         self._embedding = weights.embed.dequantize().to(dtype)
-        self._layers = [_Layer(layer, dtype) for layer in weights.layers]
+        self._layers = [_Layer(layer, dtype, make) for layer in weights.layers]
         self._norm = weights.norm.to(dtype)
-        self._lm_head: Linear = make_linear([weights.lm_head], dtype)
+        self._lm_head = make([weights.lm_head])
         self._rotary = RotaryTable(weights.inv_freq, dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:

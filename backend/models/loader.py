@@ -28,6 +28,7 @@ __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8}
+_ACTIVATIONS = ("auto", "float32", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ def load_model(
     dtype: str = "auto",
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
+    activations: str = "auto",
     max_model_len: int | None = None,
     threads: int | None = None,
     native: bool = True,
@@ -55,9 +57,11 @@ def load_model(
     Args:
         dtype: of activations: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
-        quantization: "auto": weights as the file has them; "none": all dense; "w8", "w4" or "w8a8": the matrices of the
-            layers in that format (`backend.quant`). W8A8 runs on the portable tier.
-        kv_cache_dtype: "float32", "bfloat16", "int8" (a scale for each token and KV head), "auto": as activations.
+        quantization: "auto": weights as the file has them; "none": all dense; "w8" or "w4": the layers' matrices in
+            that format (`backend.quant`); "w8a8": "w8" with activations "int8".
+        kv_cache_dtype: "float32", "bfloat16", "int8" (a scale for each token and KV head), "auto": as `dtype`.
+        activations: "float32" or "auto": they meet the weights as they are; "int8": rounded to bytes first, 32 columns
+            to a scale, where the weights are in blocks (Q8_0, Q4_0, Q4_1); needs float32.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
@@ -66,11 +70,11 @@ def load_model(
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    chosen_dtype, kv_dtype = _choose_dtype(dtype), _choose_kv_dtype(kv_cache_dtype)
-    if quantization not in QUANTIZATIONS:
-        raise ModelLoadError(
-            f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}"
-        )
+    kv_dtype = _choose_kv_dtype(kv_cache_dtype)
+    _check_formats(quantization, activations, dtype)
+    in_bytes = activations == "int8" or quantization == "w8a8"
+    chosen_dtype = torch.float32 if in_bytes else _choose_dtype(dtype)
+    chosen_activations = "int8" if in_bytes else "float32"
     if threads is not None:
         torch.set_num_threads(threads)
     parts = _read(path)
@@ -84,18 +88,38 @@ def load_model(
         checkpoint = ConvertedCheckpoint(checkpoint, convert)
     weights = read_llama_weights(checkpoint, config)
     model: Model | None = None
-    if native and dtype in ("auto", "float32") and quantization != "w8a8":
-        model = build_native(config, weights, threads=threads, kv_dtype=kv_dtype or torch.float32)
+    if native and dtype in ("auto", "float32"):
+        model = build_native(
+            config,
+            weights,
+            threads=threads,
+            activations=chosen_activations,
+            kv_dtype=kv_dtype or torch.float32,
+        )
     if model is None:
-        model = Llama(weights, chosen_dtype, kv_dtype)
+        model = Llama(weights, chosen_dtype, chosen_activations, kv_dtype)
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
+
+
+def _check_formats(quantization: str, activations: str, dtype: str) -> None:
+    for name, value, known in (
+        ("quantization", quantization, QUANTIZATIONS),
+        ("activations", activations, _ACTIVATIONS),
+        ("dtype", dtype, ("auto", *_DTYPES)),
+    ):
+        if value not in known:
+            raise ModelLoadError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+    if quantization == "w8a8" and activations == "float32":
+        raise ModelLoadError("quantization w8a8 needs activations int8 or auto; got float32")
+    if dtype == "bfloat16" and activations == "int8":
+        raise ModelLoadError("activations int8 needs dtype float32; got bfloat16")
+    if dtype == "bfloat16" and quantization == "w8a8":
+        raise ModelLoadError("quantization w8a8 needs dtype float32; got bfloat16")
 
 
 def _choose_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
-    if dtype not in _DTYPES:
-        raise ModelLoadError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {dtype!r}")
     return _DTYPES[dtype]
 
 

@@ -33,6 +33,7 @@ def build_native(
     max_position: int | None = None,
     threads: int | None = None,
     kv_dtype: torch.dtype = torch.float32,
+    activations: str = "float32",
 ) -> NativeLlama | None:
     """None when this machine or this shape of model has no native tier; the portable one then serves.
 
@@ -41,7 +42,12 @@ def build_native(
     if unsupported(config) or native.native_available():
         return None
     return NativeLlama(
-        config, weights, max_position=max_position, threads=threads, kv_dtype=kv_dtype
+        config,
+        weights,
+        max_position=max_position,
+        threads=threads,
+        activations=activations,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -64,12 +70,15 @@ class NativeLlama:
         max_position: int | None = None,
         threads: int | None = None,
         kv_dtype: torch.dtype = torch.float32,
+        activations: str = "float32",
     ) -> None:
+        """`activations`: "float32" multiplies exactly, "int8" rounds them to bytes, 32 columns to a scale."""
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_position = max_position or config.max_position
         kv_format = str(kv_dtype).removeprefix("torch.")
-        self.fingerprint = f"{weights.fingerprint}-native-f32-{kv_format}"
+        self.fingerprint = f"{weights.fingerprint}-native-{activations}-{kv_format}"
+        self.activations = activations
         self.threads = threads or native.default_threads()
         self._arena = Arena()
         self._matrices: list[NativeMatrix] = []
@@ -124,6 +133,8 @@ class NativeLlama:
             c.head_dim,
             c.vocab_size,
             self.threads,
+            self.activations == "int8",
+            0,
             c.rms_norm_eps,
             1 / math.sqrt(c.head_dim),
             self._vector(weights.inv_freq),

@@ -7,21 +7,30 @@ from collections.abc import Callable, Iterable
 from backend.cpu.packed import PackedWeight
 from backend.models.checkpoint import Checkpoint
 from backend.models.errors import ModelLoadError
+from backend.models.prequantized import PrequantizedCheckpoint
 from backend.quant.weights import FORMATS, is_quantized, quantize_weight, widened
 
-QUANTIZATIONS = ("auto", "none", *FORMATS)
+QUANTIZATIONS = ("auto", "none", *FORMATS, "w8a8")
 
 
 def in_quantization(checkpoint: Checkpoint, quantization: str) -> Checkpoint:
-    """ "auto" leaves the file's own blocks; "none" widens them; "w8", "w4" and "w8a8" quantize the layers' matrices."""
+    """ "auto" leaves the file's own blocks; "none" widens them; others quantize the layers' matrices ("w8a8" as "w8").
+
+    Raises ModelLoadError for a GPTQ or AWQ checkpoint in anything but "auto" and "none".
+    """
     if quantization == "auto":
         return checkpoint
     if quantization == "none":
         return ConvertedCheckpoint(checkpoint, lambda _, weight: widened(weight))
+    if isinstance(checkpoint, PrequantizedCheckpoint):
+        raise ModelLoadError(
+            f"{checkpoint.source}: already quantized; quantization must be auto or none, got {quantization}"
+        )
+    to = "w8" if quantization == "w8a8" else quantization
     return ConvertedCheckpoint(
         checkpoint,
         lambda name, weight: (
-            quantize_weight(weight.dequantize(), quantization) if is_quantized(name) else weight
+            quantize_weight(weight.dequantize(), to) if is_quantized(name) else weight
         ),
     )
 

@@ -52,9 +52,11 @@ def stacked(weights: Sequence[AffineWeight]) -> AffineWeight:
 
 
 def half_where_possible(values: Tensor) -> Tensor:
-    """Rounded to what float16 holds, unless that would cost more than its 11 bits (overflow, subnormals).
+    """Rounded to what float16 holds, unless that costs a value more than 11 bits of it or of the mean.
 
+    So values far below the others may be coarse, but overflow and a matrix that is tiny as a whole are kept in float32.
     Formats with float16 scales then hold the result exactly; codes must be computed after this rounding.
     """
-    rounded = values.half().float()
-    return rounded if ((rounded - values).abs() <= values.abs() * 2.0**-11).all() else values
+    rounded, sizes = values.half().float(), values.abs()
+    fits = (rounded - values).abs() <= sizes.clamp_min(sizes.mean().item()) * 2.0**-11
+    return rounded if fits.all() else values

@@ -7,7 +7,6 @@
 | Q4_1 | 32 | d, m float16, 16 of nibbles | 4-bit codes, float16 scales and offsets |
 | W4 | 32 | d, m float32, 16 of nibbles | any 4-bit codes |
 | W8 | 16 | d, m float32, 16 int8 | any codes |
-| W8A8 | the row | d float32, int8 codes | one scale a row, no offset; to be met by int8 inputs |
 
 w = d * code + m. The first three are GGUF's; a nibble byte i holds column i (low half) and column i + 16.
 """
@@ -22,12 +21,12 @@ from backend.quant.affine import AffineWeight
 
 Q_COLS = 32
 W8_COLS = 16
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "W4", "W8", "W8A8")
-FOUR_BIT_KINDS = frozenset(("Q4_0", "Q4_1", "W4"))
+KINDS = ("Q8_0", "Q4_0", "Q4_1", "W4", "W8")
+FOUR_BIT_KINDS = frozenset(("Q4_0", "Q4_1", "W4", "Q4_K"))
 
 
 def smallest_kind(weight: AffineWeight) -> str:
-    """The smallest kind but W8A8, which is asked for, that holds the weight exactly; W8 holds all."""
+    """The smallest kind that holds the weight exactly; W8 holds all."""
     if weight.group_size % Q_COLS:
         return "W8"
     halves = _is_half(weight.scale)
@@ -44,10 +43,6 @@ def pack_blocks(weight: AffineWeight, kind: str) -> np.ndarray:
     ValueError where the columns are no whole number of blocks.
     """
     rows, cols = weight.codes.shape
-    if kind == "W8A8":
-        return torch.cat(
-            (weight.scale.contiguous().view(torch.uint8), weight.codes.view(torch.uint8)), 1
-        ).numpy()
     block_cols = W8_COLS if kind == "W8" else Q_COLS
     if cols % block_cols or weight.group_size % block_cols:
         raise ValueError(f"{cols} columns in groups of {weight.group_size} make no {kind} blocks")
@@ -64,11 +59,6 @@ def unpack_blocks(kind: str, raw: np.ndarray) -> AffineWeight:
     """The inverse of `pack_blocks`; groups are the blocks."""
     data = torch.from_numpy(raw.copy())  # mapped files are read-only, which torch warns of
     rows = data.shape[0]
-    if kind == "W8A8":
-        scale = data[:, :4].contiguous().view(torch.float32)
-        return AffineWeight(
-            data[:, 4:].contiguous().view(torch.int8), scale, torch.zeros_like(scale)
-        )
     float_type = torch.float32 if kind.startswith("W") else torch.float16
     num_numbers = 1 if kind in ("Q8_0", "Q4_0") else 2
     head_bytes = num_numbers * float_type.itemsize

@@ -16,7 +16,7 @@ from backend.quant.blocks import Q_COLS
 from backend.quant.w4 import quantize_w4
 from backend.quant.w8 import quantize_w8
 
-FORMATS = ("w8", "w4", "w8a8")
+FORMATS = ("w8", "w4")
 _QUANTIZED = re.compile(r"\.layers\.\d+\..*(?:_proj|\.w[123])\.weight$")
 
 
@@ -38,15 +38,14 @@ def quantize_weight(
         ValueError: in one line, for a width that is no whole number of groups, or a weight that is not finite.
     """
     cols = weight.shape[1]
-    multiple = {"w4": group_size, "w8": Q_COLS}.get(to, 1)
+    multiple = group_size if to == "w4" else Q_COLS
     if cols % multiple:
         raise ValueError(f"{to} needs a width that is a multiple of {multiple}, got {cols}")
     if not weight.isfinite().all():
         raise ValueError("a weight that is infinite or no number cannot be quantized")
     if to == "w4":
         return pack_affine(quantize_w4(weight, group_size, importance))
-    affine = quantize_w8(weight)
-    return pack_affine(affine, "W8A8" if to == "w8a8" else None)
+    return pack_affine(quantize_w8(weight))
 
 
 def widened(weight: PackedWeight) -> PackedWeight:

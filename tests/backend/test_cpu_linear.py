@@ -14,7 +14,6 @@ from backend.cpu.linear import (
 )
 from backend.cpu.packed import pack
 from backend.quant.w4 import quantize_w4
-from backend.quant.w8a8 import w8a8_reference
 from backend.quant.weights import quantize_weight
 
 ROWS = [1, 2, 4, 5, 33]
@@ -96,26 +95,6 @@ def test_float32_products_are_those_of_the_quantized_values(to: str) -> None:
     assert torch.allclose(
         make_linear([weight], torch.float32)(x), x @ weight.dequantize().T, atol=1e-5
     )
-
-
-WIDE = random_weights(48, 2100) / 16  # more columns than float32 sums of codes hold exactly
-
-
-def test_w8a8_products_equal_the_reference() -> None:
-    weight, x = quantize_weight(WIDE, "w8a8"), inputs(5, 2100)
-    wanted = w8a8_reference(x, weight.affine())
-    assert torch.allclose(make_linear([weight], torch.float32)(x), wanted, atol=1e-5)
-
-
-def test_a_w8a8_row_has_the_same_bits_whatever_its_batch_mates() -> None:
-    product, x = make_linear([quantize_weight(WIDE, "w8a8")], torch.float32), inputs(9, 2100)
-    assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
-
-
-def test_weights_that_meet_different_inputs_cannot_be_stacked() -> None:
-    weights = [quantize_weight(random_weights(), to) for to in ("w8a8", "w8")]
-    with pytest.raises(ValueError, match="cannot be stacked"):
-        make_linear(weights, torch.float32)
 
 
 def test_where_bfloat16_products_are_emulated_float32_ones_stand_in(

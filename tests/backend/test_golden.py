@@ -62,6 +62,19 @@ def test_greedy_tokens_and_their_logprobs_are_those_of_the_original(loaded: Load
     assert exact == len(CASES)
 
 
+@pytest.mark.slow
+def test_rounded_activations_choose_the_original_token_nearly_always(demo_model_path: Path) -> None:
+    model = load_model(demo_model_path, threads=1, activations="int8").model
+    found = replay(model, CASES)
+    chosen = [[int(row.argmax()) for row in rows] for rows in found]
+    pairs = [
+        pair
+        for ids, case in zip(chosen, CASES, strict=True)
+        for pair in zip(ids, case["output_ids"], strict=True)
+    ]
+    assert sum(ours == original for ours, original in pairs) >= 0.96 * len(pairs)
+
+
 def replay(model: Model, cases: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
     """Log-probabilities before each output token of each case."""
     longest = max(len(case["prompt_ids"]) + len(case["output_ids"]) for case in cases)

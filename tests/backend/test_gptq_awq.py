@@ -240,6 +240,20 @@ def test_a_format_that_we_cannot_read_is_named(
     assert "\n" not in str(caught.value)
 
 
+def test_a_quantized_folder_is_not_quantized_again(tmp_path: Path) -> None:
+    folder, _ = write_quantized(tmp_path / "model", SETTINGS["gptq"][0])
+    with pytest.raises(
+        ModelLoadError, match="already quantized; quantization must be auto or none"
+    ):
+        load_model(folder, quantization="w8")
+
+
+def test_a_quantized_folder_can_be_widened(tmp_path: Path) -> None:
+    folder, weights = write_quantized(tmp_path / "model", SETTINGS["gptq"][0])
+    wanted = tiny_llama.dense_logits(weights, IDS)[-1].float()
+    assert (logits(folder, quantization="none", native=False) - wanted).abs().max() < 1e-4
+
+
 def test_a_damaged_part_names_its_tensor(tmp_path: Path) -> None:
     folder, _ = write_quantized(tmp_path / "model", SETTINGS["gptq"][0])
     path = folder / "model.safetensors"

@@ -31,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(folder: Path, dtype: torch.dtype = torch.float32, quantization: str = "none") -> Llama:
     checkpoint = in_quantization(SafetensorsCheckpoint(folder), quantization)
-    return Llama(read_llama_weights(checkpoint, checkpoint.config), dtype)
+    activations = "int8" if quantization == "w8a8" else "float32"
+    return Llama(read_llama_weights(checkpoint, checkpoint.config), dtype, activations)
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,10 @@ def test_a_longer_context_than_the_models_is_refused_with_the_numbers(folder: Pa
     [
         ({"dtype": "fp8"}, "dtype must be one of auto, float32, bfloat16; got 'fp8'"),
         ({"quantization": "w2"}, "quantization must be one of auto, none, w8, w4, w8a8; got 'w2'"),
+        ({"quantization": "w8a8", "dtype": "bfloat16"}, "w8a8 needs dtype float32"),
+        ({"quantization": "w8a8", "activations": "float32"}, "w8a8 needs activations int8 or auto"),
+        ({"activations": "int4"}, "activations must be one of auto, float32, int8; got 'int4'"),
+        ({"activations": "int8", "dtype": "bfloat16"}, "activations int8 needs dtype float32"),
     ],
 )
 def test_a_number_format_that_we_do_not_have_is_refused(
@@ -120,7 +124,7 @@ def test_a_number_format_that_we_do_not_have_is_refused(
     assert says in refused(folder, **options)
 
 
-@pytest.mark.parametrize("quantization", ["none", "w8", "w4"])
+@pytest.mark.parametrize("quantization", ["none", "w8", "w4", "w8a8"])
 def test_both_tiers_answer_alike_in_each_quantization(gguf_path: Path, quantization: str) -> None:
     portable, native = (
         load_model(gguf_path, native=wanted, dtype="float32", quantization=quantization)
@@ -131,8 +135,14 @@ def test_both_tiers_answer_alike_in_each_quantization(gguf_path: Path, quantizat
     assert torch.allclose(logits(portable), logits(native), atol=1e-4)
 
 
-def test_w8a8_runs_on_the_portable_tier(gguf_path: Path) -> None:
-    assert isinstance(load_model(gguf_path, quantization="w8a8").model, Llama)
+@pytest.mark.parametrize("native", [False, True])
+def test_w8a8_is_w8_with_activations_in_bytes(folder: Path, native: bool) -> None:
+    first, second = (
+        load_model(folder, native=native, quantization=quantization, activations=activations)
+        for quantization, activations in (("w8a8", "auto"), ("w8", "int8"))
+    )
+    assert first.model.fingerprint == second.model.fingerprint
+    assert torch.equal(logits(first), logits(second))
 
 
 def test_none_widens_the_blocks_of_a_quantized_file(tmp_path: Path) -> None:
@@ -155,6 +165,12 @@ def test_a_width_that_a_format_cannot_hold_names_the_tensor(tmp_path: Path) -> N
     assert refused(folder, quantization="w4").endswith(
         "tensor model.layers.0.mlp.down_proj.weight: w4 needs a width that is a multiple of 32, got 80"
     )
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_rounded_activations_are_part_of_the_fingerprint(folder: Path, native: bool) -> None:
+    models = [load_model(folder, native=native, activations=a).model for a in ("auto", "int8")]
+    assert models[0].fingerprint != models[1].fingerprint
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:

@@ -12,10 +12,17 @@ import pytest
 import torch
 
 from backend.cpu import native
+from backend.cpu.activations import ROUNDED_FOR, rounded_to_bytes
 from backend.cpu.native import NativeUnavailableError
 from backend.cpu.native_matrix import KINDS, native_linear, pack_matrix
 from backend.cpu.packed import PackedWeight
-from tests.backend.native_weights import random_rows, random_weight
+from tests.backend.native_weights import (
+    GGUF_BLOCKS,
+    extreme_weight,
+    random_blocks,
+    random_rows,
+    random_weight,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,12 +49,87 @@ def test_a_row_has_the_same_bits_whatever_its_batch_mates(kind: str):
         assert torch.equal(native_linear(x[:size], weight, threads=2), alone[:size])
 
 
-def test_a_kind_without_a_kernel_is_kept_as_float32():
-    weight = random_weight("Q5_1", 32, 64)
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 16, 250])
+@pytest.mark.parametrize("kind", sorted(ROUNDED_FOR))
+def test_a_product_of_bytes_equals_torch_on_rounded_activations(kind: str, num_rows: int):
+    weight, x = random_weight(kind, 70, 96), random_rows(num_rows, 96)
+    expected = rounded_to_bytes(x).double() @ weight.dequantize().double().T
+    got = native_linear(x, pack_matrix([weight]), threads=2, byte_activations=True)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(ROUNDED_FOR))
+def test_the_integer_sums_of_bytes_are_exact(kind: str):
+    """Scales of 1 and the largest codes there are: a sum that saturates or rounds would show."""
+    weight = extreme_weight(kind, 48, 64)
+    x = torch.where(random_rows(7, 64) < 0, -127.0, 127.0)
+    x[0] = 127.0
+    got = native_linear(x, pack_matrix([weight]), byte_activations=True)
+    assert torch.equal(got.double(), x.double() @ weight.dequantize().double().T)
+
+
+@pytest.mark.parametrize("kind", sorted(ROUNDED_FOR))
+def test_a_rounded_row_has_the_same_bits_whatever_its_batch_mates(kind: str):
+    weight, x = pack_matrix([random_weight(kind, 70, 96)]), random_rows(33, 96)
+    alone = torch.cat([native_linear(row, weight, byte_activations=True) for row in x.split(1)])
+    for size in (2, 3, 4, 5, 7, 16, 33):
+        together = native_linear(x[:size], weight, threads=2, byte_activations=True)
+        assert torch.equal(together, alone[:size])
+
+
+def test_float_weights_meet_activations_as_they_are():
+    weight, x = pack_matrix([random_weight("F16", 32, 64)]), random_rows(3, 64)
+    rounded = native_linear(x, weight, byte_activations=True)
+    assert torch.equal(rounded, native_linear(x, weight))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_group_that_is_not_finite_makes_its_row_nan_and_no_other(value: float):
+    weight, x = pack_matrix([random_weight("Q4_1", 32, 64)]), random_rows(5, 64)
+    x[2, 7] = value
+    for out in (native_linear(x, weight, byte_activations=True), rounded_to_bytes(x)):
+        assert out.isnan().any(dim=1).tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_a_product_of_any_gguf_blocks_equals_torch_on_the_dequantized_weight(kind: str):
+    weight = random_blocks(kind, 20)
+    x = random_rows(2, weight.shape[1])
+    expected = x.double() @ weight.dequantize().double().T
+    got = native_linear(x, pack_matrix([weight]))
+    assert KINDS[pack_matrix([weight]).struct.kind] != "F32"
+    torch.testing.assert_close(
+        got.double(), expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item()
+    )
+
+
+@pytest.mark.parametrize(("kind", "kept_as"), [("Q5_0", "Q8_0"), ("Q5_1", "W8")])
+def test_a_kind_without_a_kernel_is_kept_in_one_that_holds_it(kind: str, kept_as: str):
+    weight = random_weight(kind, 32, 64)
     packed = pack_matrix([weight])
-    assert KINDS[packed.struct.kind] == "F32"
+    assert KINDS[packed.struct.kind] == kept_as
     x = random_rows(3, 64)
     torch.testing.assert_close(native_linear(x, packed), x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept_as"),
+    [
+        (("Q5_0", "Q8_0"), "Q8_0"),
+        (("Q4_1", "W4"), "W4"),
+        (("Q8_0", "Q4_1"), "W8"),
+        (("Q8_0", "BF16"), "F32"),
+        (("F16", "F32"), "F32"),
+    ],
+)
+def test_a_stack_of_mixed_kinds_is_kept_in_one_that_holds_them_all(
+    kinds: tuple[str, str], kept_as: str
+):
+    weights = [random_weight(kind, 16, 64, seed) for seed, kind in enumerate(kinds)]
+    packed, x = pack_matrix(weights), random_rows(3, 64)
+    assert KINDS[packed.struct.kind] == kept_as
+    expected = x @ torch.cat([w.dequantize() for w in weights]).T
+    torch.testing.assert_close(native_linear(x, packed), expected)
 
 
 def test_stacked_matrices_answer_side_by_side_in_the_asked_order():
@@ -146,7 +228,7 @@ def test_other_vector_widths_give_the_same_numbers(lanes: int, tmp_path: Path):
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', *sys.argv[2:5]]))"
     )
     model_tests = str(Path(__file__).with_name("test_native_llama.py"))
-    chosen = "product or bits or mixed or formats or nan or tied"
+    chosen = "product or sums or bits or mixed or formats or nan or tied"
     done = subprocess.run(
         [sys.executable, "-c", script, str(library), chosen, __file__, model_tests, str(lanes)],
         check=False,

@@ -138,6 +138,28 @@ def test_other_weight_formats_equal_the_portable_model(kind: str):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_rounded_activations_follow_the_portable_model(kind: str):
+    """Inputs that differ in their last bit may round to different bytes, so the two are near, not equal."""
+    weights, batch = random_weights(kind), make_batch((ids(20), 0, [1, 0]), every_row=True)
+    models = (
+        NativeLlama(CONFIG, weights, threads=1, activations="int8"),
+        Llama(weights, torch.float32, activations="int8"),
+        Llama(weights, torch.float32),
+    )
+    native_, portable, exact = (m.forward(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models)
+    assert (native_ - portable).abs().mean() < 0.3 * (exact - portable).abs().mean()
+
+
+def test_rounded_activations_change_no_bit_of_a_row_with_its_neighbours():
+    model = NativeLlama(CONFIG, random_weights(), threads=2, activations="int8")
+    kv = model.new_kv_cache(100, BLOCK_SIZE)
+    sequences = [(ids(10 + 7 * i, seed=i), list(range(8 * i, 8 * i + 8))) for i in range(11)]
+    together = model.forward(make_batch(*((prompt, 0, table) for prompt, table in sequences)), kv)
+    alone = [model.forward(make_batch((prompt, 0, table)), kv) for prompt, table in sequences]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_an_untied_head_is_used(model: NativeLlama):
     weights = random_weights()
     head = random_weight("Q8_0", CONFIG.vocab_size, CONFIG.hidden_size, seed=77)

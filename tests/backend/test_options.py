@@ -59,6 +59,7 @@ def test_each_fault_has_a_line() -> None:
     [
         ("dtype", "float8"),
         ("quantization", "q3"),
+        ("activations", "int4"),
         ("max_model_len", 1),
         ("max_model_len", 10.5),
         ("max_num_seqs", 0),
