@@ -9,6 +9,7 @@ from contextlib import suppress
 from backend import launch
 from backend.answer import Answer
 from backend.connection import Mailbox, Replica, Reply
+from backend.engine.params import Objective, RequestClass
 from backend.options import parse_options
 from backend.protocol import Generate
 from backend.request import to_generate
@@ -80,11 +81,17 @@ class EngineProvider:
         known = [replica.stats for replica in self._replicas if replica.stats is not None]
         if not known:
             return {}
-        return {name: float(sum(getattr(s, field) for s in known)) for name, field in _GAUGES}
+        gauges = {name: float(sum(getattr(s, field) for s in known)) for name, field in _GAUGES}
+        for klass in RequestClass:
+            for state in ("running", "waiting"):
+                counts = [getattr(s, f"{state}_by_class")[klass] for s in known]
+                gauges[f"requests_{state}_{klass.name.lower()}"] = float(sum(counts))
+        return gauges
 
     async def stream(self, request: Request, call: Call) -> AsyncGenerator[list[Event], None]:
         """See `plugins.interfaces.Provider.stream`."""
-        generate = to_generate(request, call.tenant)
+        objective = Objective(call.objective.ttft_ms, call.objective.tpot_ms)
+        generate = to_generate(request, call.tenant, objective)
         replica = self._choose()
         assert replica.ready is not None
         answer = Answer(request, call.upstream_model, replica.ready)
@@ -132,6 +139,7 @@ _GAUGES = (
     ("requests_running", "num_running"),
     ("requests_waiting", "num_waiting"),
     ("preemptions", "num_preemptions"),
+    ("evictions", "num_evictions"),
     ("cached_tokens", "num_cached_tokens"),
     ("prompt_tokens", "num_prompt_tokens"),
     ("output_tokens", "num_output_tokens"),

@@ -48,6 +48,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             kv_cache_gb=self.kv_cache_gb,
             max_model_len=self.max_model_len,
             num_blocks=self.num_blocks,
+            deterministic=self.deterministic,
             speculative="ngram" if self.speculative in ("auto", "ngram") else "off",
         )
 
@@ -70,7 +71,6 @@ _NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "device": (("auto", "cpu"), "only the CPU engine is built so far; use auto or cpu"),
     "gpu_memory_utilization": ((None,), "is for GPUs, which are not built yet; use kv_cache_gb"),
     "tensor_parallel_size": ((1,), "tensor parallelism is not built yet; use 1, or replicas"),
-    "deterministic": ((False,), "batch-invariant kernels are not built yet; use false"),
 }
 
 

@@ -188,6 +188,7 @@ def make_rows(request: Generate, prompts: list[Prompt], row_prefix: str) -> list
                     request.cache_salt,
                     _start_grammar(prompt),
                     prompt.markers,
+                    request.objective,
                 )
             )
     return rows

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from backend.engine.grammar_spec import GrammarSpec
-from backend.engine.params import FinishReason, RequestClass, SamplingParams
+from backend.engine.params import FinishReason, Objective, RequestClass, SamplingParams
 
 VERSION = 1
 MAX_FRAME_BYTES = 256 << 20
@@ -47,6 +47,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     n: int = 1
     best_of: int = 0  # 0: n
     klass: RequestClass = RequestClass.STANDARD
+    objective: Objective = Objective()
     cache_salt: bytes = b""
     echo: bool = False
     grammar: GrammarSpec | None = None
@@ -143,6 +144,9 @@ class Stats(msgspec.Struct, tag="stats"):
     num_output_tokens: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_evictions: int = 0
+    running_by_class: tuple[int, ...] = (0,) * len(RequestClass)  # most urgent class first
+    waiting_by_class: tuple[int, ...] = (0,) * len(RequestClass)
 
 
 ToWorker = Hello | Generate | Abort

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend.answer_form import grammar_spec
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import Objective, RequestClass, SamplingParams
 from backend.protocol import Generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
@@ -24,6 +24,7 @@ from plugins.events import (
 )
 
 MAX_CHOICES = 128
+NO_OBJECTIVE = Objective()
 # Top-level fields that change what is generated, and that we cannot honour yet. Others we do not know are harmless.
 _TEMPLATE_ARGUMENTS = frozenset(
     ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -38,7 +39,9 @@ _REFUSED_FIELDS = (
 )
 
 
-def to_generate(request: Request, tenant: str = "") -> Generate:
+def to_generate(
+    request: Request, tenant: str = "", objective: Objective = NO_OBJECTIVE
+) -> Generate:
     """Prefix-cache blocks are shared within `tenant` only: what another has cached shows in the time to first token.
 
     Raises:
@@ -52,6 +55,7 @@ def to_generate(request: Request, tenant: str = "") -> Generate:
         n=sampling.n,
         best_of=sampling.best_of or 0,
         klass=RequestClass[request.klass.upper()],
+        objective=objective,
         cache_salt=_cache_salt(request, tenant),
         echo=sampling.echo,
         grammar=grammar_spec(request),

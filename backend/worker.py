@@ -173,6 +173,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             max_model_len=options.max_model_len,
             threads=settings.threads,
         )
+        logger.info("%s runs on the %s tier", loaded.name, loaded.tier)
         engine = LLMEngine(
             loaded.model,
             loaded.tokenizer,

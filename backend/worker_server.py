@@ -181,4 +181,7 @@ def _stats_message(stats: EngineStats) -> Stats:
         num_output_tokens=stats.num_output_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_accepted_tokens=stats.num_accepted_tokens,
+        num_evictions=stats.num_evictions,
+        running_by_class=stats.running_by_class,
+        waiting_by_class=stats.waiting_by_class,
     )

@@ -20,8 +20,8 @@ import torch
 from torch.nn.functional import linear
 
 from backend.models.batch import Batch, KVCache, cdiv
-from backend.models.checkpoint import GGUFCheckpoint
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from backend.models.llama import LlamaWeights, read_llama_weights
 from backend.models.native_llama import NativeLlama
 

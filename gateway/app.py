@@ -40,7 +40,7 @@ from gateway.router.routes import Routes
 from gateway.telemetry import Telemetry
 from plugins.errors import GatewayError, MethodNotAllowed, NotFound
 from plugins.events import Request
-from plugins.interfaces import Principal, Provider, ProviderSettings, Runtime
+from plugins.interfaces import Objective, Principal, Provider, ProviderSettings, Runtime
 
 log = logging.getLogger("tidegate")
 
@@ -97,7 +97,10 @@ class Gateway:
             endpoint.authenticator = authenticator
 
     def _load_routes(self, config: Config) -> None:
-        self.routes.load((m.name, tuple(m.targets), m.policy) for m in config.models)
+        self.routes.load(
+            (m.name, tuple(m.targets), m.policy, Objective(m.slo.ttft_ms, m.slo.tpot_ms))
+            for m in config.models
+        )
 
     def _open_meter(self, request: Request, principal: Principal) -> RequestMeter:
         return RequestMeter(request, principal, self.accounting)

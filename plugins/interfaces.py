@@ -95,6 +95,14 @@ class ProcessSpec:
     restart_backoff_s: float = 0.5  # doubled at each quick death, up to 10 s
 
 
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """How fast answers of a model are meant to be: `slo` of its `[[models]]` entry. None: nothing is asked."""
+
+    ttft_ms: float | None = None  # to the first token
+    tpot_ms: float | None = None  # from one token to the next
+
+
 @dataclass(slots=True)
 class Call:
     """One attempt at one target."""
@@ -105,6 +113,7 @@ class Call:
     )
     verbatim: bool = False  # same dialect, and nothing needs to see content: answer in `Verbatim`
     attempt: int = 1
+    objective: Objective = Objective()
 
 
 class Provider(Protocol):

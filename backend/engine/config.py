@@ -24,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     num_blocks: int | None = None  # None: as many as kv_cache_gb holds
     enable_prefix_cache: bool = True
+    deterministic: bool = False  # refuse a model whose last bits depend on what else a step holds
     speculative: Literal["off", "ngram"] = "off"  # who guesses, where no draft model does
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from backend.engine.params import (
     EngineStats,
     GenerationRequest,
     InvalidGeneration,
+    RequestClass,
     StepOutput,
     TokenLogprob,
     check_params,
@@ -36,6 +38,10 @@ from backend.models.batch import Model, cdiv
 
 __all__ = ["EngineConfig", "EngineTokenizer", "InvalidGeneration", "LLMEngine", "check_params"]
 
+NOT_INVARIANT = (
+    "deterministic: the last bits of this model's numbers depend on how many rows a step has; it takes the native tier "
+    '(dtype and quantization "auto", and a C++ compiler), or false'
+)
 NOT_NUMBERS = "the model's logits are not numbers"
 logger = logging.getLogger(__name__)
 
@@ -56,10 +62,13 @@ class LLMEngine:
         clock: Callable[[], float] = time.monotonic,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
-        """Allocates the KV cache. ValueError when the configured context does not fit in it, or models do not match.
+        """Allocates the KV cache. ValueError when the configured context does not fit in it, when models do not match,
+        or when `deterministic` is asked of a model that cannot be.
 
         `draft_model` guesses tokens for `model`; its vocabulary must be the same.
         """
+        if config.deterministic and not model.is_batch_invariant:
+            raise ValueError(NOT_INVARIANT)
         models = [model] if draft_model is None else [model, draft_model]
         bytes_per_block = sum(m.kv_bytes_per_block(config.block_size) for m in models)
         num_blocks = kv_cache_blocks(config, bytes_per_block)
@@ -71,7 +80,9 @@ class LLMEngine:
         self._clock = clock
         self._entropy = entropy
         self._pool = BlockPool(num_blocks)
-        self._scheduler = Scheduler(config, self._pool)
+        # A draft model keeps its own keys in the same blocks, and looks further back.
+        window = model.window if draft_model is None else None
+        self._scheduler = Scheduler(config, self._pool, window)
         row_len = cdiv(self.max_model_len, config.block_size)
         block_rows = np.zeros((config.max_num_seqs, row_len), np.int32)
         self._runner = ModelRunner(model, num_blocks, config.block_size, block_rows)
@@ -80,6 +91,7 @@ class LLMEngine:
         self._masks = MaskThread()
         self._requests: dict[str, EngineRequest] = {}
         self._num_arrivals = 0
+        self._step_end_s = 0.0
         self._totals = dict.fromkeys(("steps", "cached", "prompt", "output"), 0)
 
     @property
@@ -120,6 +132,7 @@ class LLMEngine:
             else None,
             grammar=request.grammar,
             markers=request.markers,
+            objective=request.objective,
         )
         if params.prompt_logprobs is not None:
             engine_request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], math.nan))
@@ -174,6 +187,9 @@ class LLMEngine:
             num_steps=self._totals["steps"],
             num_draft_tokens=self._speculator.num_proposed if self._speculator else 0,
             num_accepted_tokens=self._speculator.num_accepted if self._speculator else 0,
+            num_evictions=self._pool.num_evictions,
+            running_by_class=_count_classes(self._scheduler.running),
+            waiting_by_class=_count_classes(waiting),
             oldest_waiting_s=max((now - request.arrival_s for request in waiting), default=0.0),
         )
 
@@ -195,18 +211,20 @@ class LLMEngine:
 
     def _schedule(self) -> list[Scheduled]:
         if self._speculator is None:
-            return self._scheduler.schedule()
+            return self._scheduler.schedule(self._clock())
         self._speculator.plan(self._scheduler.running)
-        scheduled = self._scheduler.schedule()
+        scheduled = self._scheduler.schedule(self._clock())
         self._speculator.propose([r for r, _ in scheduled if r.drafts.num_granted > 0])
         return scheduled
 
     def _run(self, rows: list[Rows]) -> np.ndarray:
-        if self._speculator is None:
-            return self._runner.run(rows)
         started_s = self._clock()
         logits = self._runner.run(rows)
-        self._speculator.record_step(rows, self._clock() - started_s)
+        self._step_end_s = self._clock()
+        seconds = self._step_end_s - started_s
+        self._scheduler.record_step(sum(len(item.token_ids) for item in rows), seconds)
+        if self._speculator is not None:
+            self._speculator.record_step(rows, seconds)
         return logits
 
     def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
@@ -232,6 +250,7 @@ class LLMEngine:
         """Draw the next token, and one more behind each guess that was right -> None: no token can be drawn."""
         output, is_first = new_output(request), request.num_output_tokens == 0
         if is_first:
+            request.first_token_s = self._step_end_s
             output.prompt_logprobs = request.prompt_logprobs
             self._totals["prompt"] += request.num_prompt_tokens
             self._totals["cached"] += request.num_cached_tokens
@@ -262,7 +281,7 @@ class LLMEngine:
 
     def _fail(self, request: EngineRequest, error: str) -> StepOutput:
         """End a request whose blocks cannot be trusted: nobody may find or inherit what is in them."""
-        owned_alone = [b for b in request.block_table if self._pool.ref_counts[b] == 1]
+        owned_alone = self._pool.owned_once(request.block_table)
         self._pool.unpublish(request.block_table)
         self._finish(request)
         self._runner.scrub(owned_alone)
@@ -277,6 +296,11 @@ class LLMEngine:
         self._scheduler.finish(request)
         if not self._requests:
             self._pool.check_integrity(())
+
+
+def _count_classes(requests: Iterable[EngineRequest]) -> tuple[int, ...]:
+    counts = Counter(request.klass for request in requests)
+    return tuple(counts[klass] for klass in RequestClass)
 
 
 def _why_no_draw(request: EngineRequest) -> str:

@@ -18,6 +18,13 @@ class RequestClass(IntEnum):
     BATCH = 3
 
 
+class Objective(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When tokens are due. None: the class's own for the first token, none for the others."""
+
+    ttft_ms: float | None = None  # from arrival in the engine to the first token
+    tpot_ms: float | None = None  # from one token to the next, on average since the first
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to draw tokens. Ranges are checked by `check_params` before a request reaches the engine loop."""
 
@@ -71,6 +78,7 @@ class GenerationRequest(msgspec.Struct):
     markers: dict[int, bytes] = msgspec.field(  # special tokens that show in the text, and how
         default_factory=dict[int, bytes]
     )
+    objective: Objective = Objective()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -123,6 +131,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     oldest_waiting_s: float = 0.0  # how long the request that has waited longest has done so
+    num_evictions: int = 0  # blocks whose cached contents were given up for new ones
+    running_by_class: tuple[int, ...] = (0,) * len(RequestClass)  # most urgent class first
+    waiting_by_class: tuple[int, ...] = (0,) * len(RequestClass)
 
 
 MAX_LOGPROBS = 20

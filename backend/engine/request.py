@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
+from backend.engine import urgency
 from backend.engine.block_pool import BlockKey, extend_keys
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.drafts import Drafts
 from backend.engine.logit_rules import LogitRules
-from backend.engine.params import RequestClass, SamplingParams, TokenConstraint, TokenLogprob
+from backend.engine.params import (
+    Objective,
+    RequestClass,
+    SamplingParams,
+    TokenConstraint,
+    TokenLogprob,
+)
 
 
 class Status(Enum):
@@ -37,7 +45,15 @@ class EngineRequest:
     rules: LogitRules | None  # None: the logits are used as they come
     grammar: TokenConstraint | None = None  # None: every token is legal
     markers: dict[int, bytes] = field(default_factory=dict[int, bytes])  # special tokens to show
+    objective: Objective = Objective()
 
+    served_as: RequestClass = field(init=False)  # its class, or a better one while it is the guest
+    deadline_s: float = field(init=False)  # of the first token
+    moved_s: float = field(init=False)  # when it last had a place in a step, or arrived
+    rank_s: float = field(
+        init=False
+    )  # its deadline and what it takes to compute; set by the scheduler
+    first_token_s: float | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the cache at first admission
@@ -46,11 +62,17 @@ class EngineRequest:
     block_table: list[int] = field(default_factory=list[int])
     block_keys: list[BlockKey] = field(default_factory=list[BlockKey])
     num_published_blocks: int = 0
+    num_hidden_blocks: int = 0  # at the front, behind the sliding window: NULL_BLOCK in block_table
     slot: int = 0  # row in the runner's block table; set by the scheduler, valid while RUNNING
     num_mirrored_blocks: int = 0  # entries of block_table that the runner's row holds
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     drafts: Drafts = field(default_factory=Drafts)
     sum_logprobs: float = 0.0  # of the output, where logprobs are asked for
+
+    def __post_init__(self) -> None:
+        self.served_as = self.klass
+        self.deadline_s = urgency.deadline_s(self.arrival_s, self.klass, self.objective)
+        self.moved_s, self.rank_s = self.arrival_s, self.deadline_s
 
     @property
     def num_tokens(self) -> int:
@@ -84,14 +106,42 @@ class EngineRequest:
         return len(self.token_ids) - 1
 
     @property
-    def queue_rank(self) -> tuple[int, bool, int]:
-        """Smallest first: class, then whoever was preempted, then arrival."""
-        return self.klass, self.num_preemptions == 0, self.arrival
+    def is_decoding(self) -> bool:
+        """All known tokens are computed but the last."""
+        return self.num_wanted_tokens == 1
 
     @property
-    def run_rank(self) -> tuple[int, int]:
+    def is_online(self) -> bool:
+        """Served as one that somebody waits for."""
+        return urgency.is_online(self.served_as)
+
+    @property
+    def tpot_s(self) -> float | None:
+        return None if self.objective.tpot_ms is None else self.objective.tpot_ms / 1000
+
+    @property
+    def next_token_due_s(self) -> float:
+        """When the next token keeps the TPOT objective, counted from the first; infinity without one."""
+        if self.tpot_s is None or self.first_token_s is None:
+            return math.inf
+        return self.first_token_s + self.num_output_tokens * self.tpot_s
+
+    @property
+    def queue_rank(self) -> tuple[RequestClass, bool, float, int]:
+        """Smallest first: class, then whoever was preempted, then deadline and length, then arrival."""
+        return self.served_as, self.num_preemptions == 0, self.rank_s, self.arrival
+
+    @property
+    def run_rank(self) -> tuple[RequestClass, int]:
         """Smallest first; the largest is the first to be preempted."""
-        return self.klass, self.arrival
+        return self.served_as, self.arrival
+
+    def serve_as(self, klass: RequestClass) -> None:
+        """Rank it from here on like one of that class that came when it did."""
+        self.served_as = klass
+        self.deadline_s = min(
+            self.deadline_s, urgency.deadline_s(self.arrival_s, klass, Objective())
+        )
 
     def next_rows(self, num_tokens: int) -> Rows:
         """The next `num_tokens` to compute, guesses included as far as there are any."""

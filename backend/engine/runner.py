@@ -20,7 +20,9 @@ class ModelRunner:
         """`block_rows` [max_num_seqs, blocks of the longest context] int32 may be shared by runners of one engine."""
         self._model = model
         self._block_size = block_size
-        self._kv = model.new_kv_cache(num_blocks, block_size)
+        # One block more than the pool has: it stays zero and stands for those behind a sliding window.
+        self._null_block = num_blocks
+        self._kv = model.new_kv_cache(num_blocks + (model.window is not None), block_size)
         self._device = self._kv.device
         self._block_rows = block_rows
 
@@ -68,13 +70,13 @@ class ModelRunner:
 
     def _mirror_blocks(self, request: EngineRequest) -> None:
         known, table = request.num_mirrored_blocks, request.block_table
-        if known == len(table):
-            return
         row = self._block_rows[request.slot]
-        if known == 0:
-            row.fill(0)
-        row[known : len(table)] = table[known:]
-        request.num_mirrored_blocks = len(table)
+        if known < len(table):
+            if known == 0:
+                row.fill(0)
+            row[known : len(table)] = table[known:]
+            request.num_mirrored_blocks = len(table)
+        row[: request.num_hidden_blocks] = self._null_block
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

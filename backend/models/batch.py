@@ -30,7 +30,10 @@ class Batch:
 
 @dataclass(slots=True)
 class KVCache:
-    """Paged keys and values, one pair of tensors a layer, each `[num_kv_heads, num_blocks, block_size, head_dim]`."""
+    """Paged keys and values, each `[num_kv_heads, num_blocks, block_size, head_dim]`.
+
+    One pair for each layer that has its own, in order; layers that read another's bring none.
+    """
 
     keys: list[KVTensor]
     values: list[KVTensor]
@@ -59,9 +62,12 @@ class Model(Protocol):
 
     vocab_size: int
     max_position: int  # longest context, in tokens
-    fingerprint: (
-        str  # weights, quantization, dtype and cache format: part of every prefix-cache key
-    )
+    fingerprint: str  # weights and all number formats: part of every prefix-cache key
+    # How many tokens back any layer looks, the token itself included; None: some layer looks back to the beginning.
+    # Blocks behind it are taken away, and their entries of `block_tables` lead to a block of zeros.
+    window: int | None
+    # A row's logits have the same bits whatever its batch mates and wherever its prompt was cut into chunks.
+    is_batch_invariant: bool
 
     def kv_bytes_per_block(self, block_size: int) -> int: ...
 

@@ -1,24 +1,26 @@
-"""Weights by their transformers names, whichever file they lie in.
+"""Weights by their transformers names, whichever file they lie in, and those of a transformers folder.
 
-Both kinds of checkpoint hand out q and k rows in the order that the rotate-half form of rotary embedding expects.
+Every kind of checkpoint hands out q and k rows in the order that the rotate-half form of rotary embedding expects,
+norms as the factors that they are, and each expert's matrices by themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.cpu.packed import PackedWeight, pack
-from backend.models.config import ModelConfig, config_from_gguf, config_from_hf
+from backend.models.config import ModelConfig
 from backend.models.errors import ModelLoadError
-from backend.models.gguf import GGUFFile
+from backend.models.families import family_named
+from backend.models.hf_config import config_from_hf
 
 _SAMPLE_BYTES = 1 << 12
 
@@ -46,76 +48,16 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()[:16]
 
 
-_GGUF_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-class GGUFCheckpoint:
-    def __init__(self, file: GGUFFile) -> None:
-        self.source = str(file.path)
-        self.file = file
-        embedding = file.tensor("token_embd.weight")
-        self.config = config_from_gguf(file.metadata, embedding.shape[0], self.source)
-        self._stored_as = {_hf_name(stored): stored for stored in file.tensors}
-
-    def names(self) -> Iterable[str]:
-        return self._stored_as.keys()
-
-    def stored_name(self, name: str) -> str:
-        """The tensor of the file that `name` is, or is a part of."""
-        return self._stored_as[name]
-
-    def weight(self, name: str) -> PackedWeight:
-        weight = self.file.tensor(self._stored_as.get(name, name))
-        if name.endswith(".q_proj.weight"):
-            return _unpermuted(weight, self.config.num_heads, self.source)
-        if name.endswith(".k_proj.weight"):
-            return _unpermuted(weight, self.config.num_kv_heads, self.source)
-        return weight
-
-
-def _hf_name(stored: str) -> str:
-    """`blk.3.ffn_up.weight` is `model.layers.3.mlp.up_proj.weight`; what has no such name keeps its own."""
-    stem = stored.removesuffix(".weight")
-    if stem.startswith("blk.") and stem.count(".") == 2:
-        _, layer, part = stem.split(".")
-        return f"model.layers.{layer}.{_GGUF_LAYER.get(part, part)}.weight"
-    return f"{_GGUF_TOP[stem]}.weight" if stem in _GGUF_TOP else stored
-
-
-def _unpermuted(weight: PackedWeight, num_heads: int, source: str) -> PackedWeight:
-    """Llama GGUFs interleave the two halves of each rotary head: row 2i of a head is i, row 2i + 1 is half + i.
-
-    The head count is that of this very matrix; k has fewer under grouped-query attention.
-    """
-    rows = weight.shape[0]
-    if rows % (2 * num_heads):
-        raise ModelLoadError(f"{source}: {rows} rows of q or k do not make {num_heads} even heads")
-    order = np.arange(rows).reshape(num_heads, rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
-    return weight.rows_permuted(order)
-
-
 class SafetensorsCheckpoint:
     """A transformers folder: `config.json` beside `model.safetensors` or its shards and their index."""
 
     def __init__(self, folder: Path) -> None:
         self.source = str(folder)
         self.config = config_from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
-        self._shard_of = _shards(folder)
+        stored = _shards(folder)
+        self._stored_as = {_plain_name(name): name for name in stored}
+        self._shard_of = {plain: stored[name] for plain, name in self._stored_as.items()}
+        self._norms_store_offset = family_named(self.config.family).hf_norms_store_offset
         self._open: dict[Path, Any] = {}
 
     def names(self) -> Iterable[str]:
@@ -123,6 +65,8 @@ class SafetensorsCheckpoint:
 
     def weight(self, name: str) -> PackedWeight:
         tensor = self.tensor(name)
+        if self._norms_store_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() + 1
         try:
             return pack(tensor)
         except KeyError as exc:
@@ -138,9 +82,26 @@ class SafetensorsCheckpoint:
         try:
             if shard not in self._open:
                 self._open[shard] = _open_shard(shard)
-            return self._open[shard].get_tensor(name)
+            return self._open[shard].get_tensor(self._stored_as[name])
         except SafetensorError as exc:
             raise ModelLoadError(f"{shard}: {exc}") from exc
+
+
+# Models that also see keep their language part one level down; Mixtral has names of its own.
+_OTHER_NAMES = (
+    (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+)
+
+
+def _plain_name(stored: str) -> str:
+    for pattern, plain in _OTHER_NAMES:
+        stored = pattern.sub(plain, stored)
+    return stored
 
 
 def _shards(folder: Path) -> dict[str, Path]:

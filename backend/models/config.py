@@ -1,28 +1,50 @@
-"""The shape of a model, whatever file it came from."""
+"""The shape of a model, whatever file it came from. What a family leaves out keeps the default: a plain Llama."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from backend.models.errors import ModelLoadError
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts: "linear", or "llama3" (frequency bands)."""
+    """How rotary frequencies are stretched for long contexts: "linear", "llama3" (frequency bands) or "yarn".
+
+    `attention_factor` multiplies the rotated queries and keys (YaRN, https://arxiv.org/abs/2309.00071, section 3.4).
+    """
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
+
+
+def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A feed-forward of many experts, of which each row takes the few that its router scores highest."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int  # of one expert
+    renormalize: bool  # the weights of the chosen experts sum to 1
+    shared_size: int = 0  # of the expert that every row takes besides; 0: there is none
+    dense_layers: tuple[int, ...] = ()  # layers with one plain feed-forward
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    family: str  # "llama": which file of backend/models runs it
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -35,6 +57,46 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    attention_bias: bool = False  # on q, k and v
+    attention_out_bias: bool = False
+    qk_norm: bool = False  # each head of q and k is normed before it is rotated
+    windows: tuple[int | None, ...] = ()  # a layer: positions a row sees, its own included; (): all
+    kv_sources: tuple[int, ...] = ()  # a layer: whose keys and values it reads; (): its own
+    local_rope_theta: float | None = None  # of layers with a window, unscaled; None: as the others
+    query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    activation: str = "silu"  # or "gelu_tanh"
+    sandwich_norms: bool = False  # what a layer part gives is normed before it is added, too
+    experts: ExpertConfig | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        """None: the layer sees the whole context, be it by a window that no context outgrows."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= self.max_position else window
+
+    def is_local(self, layer: int) -> bool:
+        """Whether the layer is of the kind that has a window, whatever the longest context is."""
+        return bool(self.windows) and self.windows[layer] is not None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens further back than this are read by no layer; None: some layer reads them all."""
+        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        seen = [window for window in windows if window is not None]
+        return max(seen) if len(seen) == len(windows) else None
+
+    def kv_source(self, layer: int) -> int:
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    @property
+    def cache_layers(self) -> list[int]:
+        """The layers that write keys and values, in order: one pair of cache tensors each."""
+        return [layer for layer in range(self.num_layers) if self.kv_source(layer) == layer]
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def limited_to(self, max_model_len: int | None) -> ModelConfig:
         """The same model with a shorter context; never a longer one."""
@@ -49,12 +111,12 @@ class ModelConfig:
 
     def check(self, source: str) -> ModelConfig:
         """Refuse shapes that no file of ours can run; `source` names the file in the error."""
-        fault = self._fault()
+        fault = self._size_fault() or self._layer_fault() or self._expert_fault()
         if fault:
             raise ModelLoadError(f"{source}: {fault}")
         return self
 
-    def _fault(self) -> str | None:
+    def _size_fault(self) -> str | None:
         sizes = {
             "vocabulary size": self.vocab_size,
             "hidden size": self.hidden_size,
@@ -76,130 +138,24 @@ class ModelConfig:
             return f"head size {self.head_dim} is odd: rotary embedding needs pairs"
         return None
 
-
-def config_from_gguf(metadata: Mapping[str, Any], vocab_size: int, source: str) -> ModelConfig:
-    """Read the `llama.*` keys of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
-    arch = metadata.get("general.architecture")
-    if arch != "llama":
-        raise ModelLoadError(f"{source}: architecture {arch!r} is not supported; supported: llama")
-    get = _Reader({k[6:]: v for k, v in metadata.items() if k.startswith("llama.")}, source)
-    if get.integer("expert_count", 0):
-        raise ModelLoadError(f"{source}: mixture-of-experts models are not supported")
-    hidden, heads = get.integer("embedding_length"), get.integer("attention.head_count")
-    head_dim = get.integer("attention.key_length", hidden // max(1, heads))
-    if get.integer("attention.value_length", head_dim) != head_dim:
-        raise ModelLoadError(f"{source}: keys and values of different head sizes are not supported")
-    if get.integer("rope.dimension_count", head_dim) != head_dim:
-        raise ModelLoadError(f"{source}: partial rotary embedding is not supported")
-    return ModelConfig(
-        family="llama",
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=get.integer("feed_forward_length"),
-        num_layers=get.integer("block_count"),
-        num_heads=heads,
-        num_kv_heads=get.integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position=_window(
-            get.integer("context_length"), get.integer("attention.sliding_window", 0)
-        ),
-        rms_norm_eps=get.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=get.number("rope.freq_base", 10000.0),
-        rope_scaling=_gguf_rope_scaling(get, source),
-    ).check(source)
-
-
-_HF_FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
-
-
-def config_from_hf(document: Mapping[str, Any], source: str) -> ModelConfig:
-    """Read a transformers `config.json`."""
-    get = _Reader(document, source)
-    names = document.get("architectures") or []
-    family = _HF_FAMILIES.get(names[0] if isinstance(names, list) and names else "")
-    if family is None:
-        supported = ", ".join(sorted(_HF_FAMILIES))
-        raise ModelLoadError(
-            f"{source}: architectures {names!r} not supported; supported: {supported}"
-        )
-    for key in ("attention_bias", "mlp_bias"):
-        if document.get(key):
-            raise ModelLoadError(f"{source}: {key} is not supported")
-    if (act := document.get("hidden_act", "silu")) != "silu":
-        raise ModelLoadError(f"{source}: hidden_act {act!r} is not supported; supported: silu")
-    hidden, heads = get.integer("hidden_size"), get.integer("num_attention_heads")
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    return ModelConfig(
-        family=family,
-        vocab_size=get.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=get.integer("intermediate_size"),
-        num_layers=get.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=get.integer("num_key_value_heads", heads),
-        head_dim=get.integer("head_dim", hidden // max(1, heads)),
-        max_position=_window(
-            get.integer("max_position_embeddings"), get.integer("sliding_window", 0)
-        ),
-        rms_norm_eps=get.number("rms_norm_eps"),
-        rope_theta=_Reader(rope, source).number("rope_theta", get.number("rope_theta", 10000.0)),
-        rope_scaling=_hf_rope_scaling(rope, source),
-        tie_word_embeddings=bool(document.get("tie_word_embeddings", False)),
-    ).check(source)
-
-
-class _Reader:
-    """Typed look-ups; a missing or mistyped key names itself and its file. None counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self._values, self._source = values, source
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        return int(self._number(key, default, int))
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._number(key, default, (int, float)))
-
-    def _number(self, key: str, default: float | None, kind: Any) -> float:
-        value = self._values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelLoadError(f"{self._source}: {key} is missing from the model's metadata")
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise ModelLoadError(f"{self._source}: {key} has the unexpected value {value!r:.60}")
-        return value
-
-
-def _window(max_position: int, sliding_window: int) -> int:
-    """Inside its window a sliding-window model is a full-attention model, so serve it up to there."""
-    return min(max_position, sliding_window) if sliding_window > 0 else max_position
-
-
-def _gguf_rope_scaling(get: _Reader, source: str) -> RopeScaling | None:
-    values = get._values
-    kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
-    if kind in ("none", ""):
+    def _layer_fault(self) -> str | None:
+        for name, each in (("windows", self.windows), ("KV sources", self.kv_sources)):
+            if each and len(each) != self.num_layers:
+                return f"{len(each)} {name} for {self.num_layers} layers"
+        for window in self.windows:
+            if window is not None and window < 1:
+                return f"an attention window of {window} tokens"
+        for layer, source in enumerate(self.kv_sources):
+            if not 0 <= source <= layer or self.kv_sources[source] != source:
+                return f"layer {layer} cannot take its keys and values from layer {source}"
         return None
-    if kind != "linear":
-        raise ModelLoadError(f"{source}: rope scaling {kind!r} is not supported")
-    return RopeScaling(
-        "linear", get.number("rope.scaling.factor", get.number("rope.scale_linear", 1.0))
-    )
 
-
-def _hf_rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    get = _Reader(rope, source)
-    if kind == "default":
+    def _expert_fault(self) -> str | None:
+        experts = self.experts
+        if experts is None:
+            return None
+        if not 1 <= experts.per_token <= experts.num_experts <= 1 << 12:
+            return f"{experts.per_token} of {experts.num_experts} experts for each token"
+        if not 1 <= experts.intermediate_size <= 1 << 24 or experts.shared_size < 0:
+            return f"an expert size of {experts.intermediate_size} and {experts.shared_size}"
         return None
-    if kind == "linear":
-        return RopeScaling("linear", get.number("factor"))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            get.number("factor"),
-            get.number("low_freq_factor"),
-            get.number("high_freq_factor"),
-            get.integer("original_max_position_embeddings"),
-        )
-    raise ModelLoadError(f"{source}: rope scaling {kind!r} is not supported")

@@ -122,12 +122,22 @@ def _build_core(
         core = _spm_core(metadata, vocabulary.tokens, ids)
     else:
         core = _byte_level_core(metadata, ids)
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind is TokenType.USER_DEFINED and token:
-            core.add_tokens([AddedToken(token, normalized=False)])
-        elif kind is TokenType.SPECIAL and token and parse_special:
-            core.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+    core.add_tokens(_added(vocabulary, TokenType.USER_DEFINED))
+    if parse_special:
+        core.add_special_tokens(_added(vocabulary, TokenType.SPECIAL))
     return core
+
+
+def _added(vocabulary: Vocabulary, wanted: TokenType) -> list[AddedToken]:
+    """Texts that the library finds before it splits; handed over at once, for it builds an automaton each time.
+
+    A run of spaces (Gemma) is looked for where spaces have become the letter that stands for them.
+    """
+    return [
+        AddedToken(token, normalized=not token.strip(" "), special=wanted is TokenType.SPECIAL)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind is wanted and token
+    ]
 
 
 def _byte_level_core(metadata: Mapping[str, Any], ids: dict[str, int]) -> Core:

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
+from backend.cpu.native import native_available
 from backend.cpu.packed import PackedWeight
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
-from backend.models.checkpoint import Checkpoint, GGUFCheckpoint, read_json
+from backend.models.checkpoint import Checkpoint, read_json
 from backend.models.config import ModelConfig
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from backend.models.gguf_tokenizer import tokenizer_from_gguf
 from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folder
 from backend.models.llama import Llama, read_llama_weights
-from backend.models.native_llama import build_native
+from backend.models.native_llama import build_native, unsupported
 from backend.models.prequantized import open_folder
 from backend.models.quantized import QUANTIZATIONS, ConvertedCheckpoint, in_quantization
 from backend.models.tokenizer import Tokenizer
@@ -38,6 +40,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None  # None: the model has none, so it only completes
     config: ModelConfig
     name: str  # the file's or folder's
+    tier: str  # "native", or "portable (why)"
 
 
 def load_model(
@@ -87,8 +90,9 @@ def load_model(
     if convert is not None:
         checkpoint = ConvertedCheckpoint(checkpoint, convert)
     weights = read_llama_weights(checkpoint, config)
+    why_portable = _why_portable(config, dtype) if native else "it was asked for"
     model: Model | None = None
-    if native and dtype in ("auto", "float32"):
+    if why_portable is None:
         model = build_native(
             config,
             weights,
@@ -98,7 +102,15 @@ def load_model(
         )
     if model is None:
         model = Llama(weights, chosen_dtype, chosen_activations, kv_dtype)
-    return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name)
+    tier = f"portable ({why_portable})" if why_portable else "native"
+    return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name, tier)
+
+
+def _why_portable(config: ModelConfig, dtype: str) -> str | None:
+    """None: the native tier serves this model on this machine."""
+    if dtype == "bfloat16":
+        return "the native tier has no dtype bfloat16"
+    return unsupported(config) or native_available()
 
 
 def _check_formats(quantization: str, activations: str, dtype: str) -> None:

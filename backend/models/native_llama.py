@@ -52,6 +52,22 @@ def build_native(
 
 
 def unsupported(config: ModelConfig) -> str | None:
+    """Why the portable tier must serve this model; None: the native one can."""
+    for feature, has_it in (
+        ("experts", config.experts is not None),
+        ("biases of the attention products", config.attention_bias or config.attention_out_bias),
+        ("norms on the heads of q and k", config.qk_norm),
+        ("attention windows", any(map(config.window_of, range(config.num_layers)))),
+        ("layers that share a cache", len(config.cache_layers) < config.num_layers),
+        ("norms behind each half of a layer", config.sandwich_norms),
+        (f"activation {config.activation}", config.activation != "silu"),
+        ("scaled embedding", config.embedding_scale != 1),
+        ("softcaps", bool(config.attention_softcap or config.logit_softcap)),
+        ("query scale", config.query_scale is not None),
+        ("yarn rope scaling", bool(config.rope_scaling and config.rope_scaling.kind == "yarn")),
+    ):
+        if has_it:
+            return f"the native tier has no {feature}"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head size {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
     if config.intermediate_size % 8:
@@ -61,6 +77,9 @@ def unsupported(config: ModelConfig) -> str | None:
 
 class NativeLlama:
     """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time."""
+
+    window: int | None = None
+    is_batch_invariant = True
 
     def __init__(
         self,
@@ -76,6 +95,7 @@ class NativeLlama:
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_position = max_position or config.max_position
+        self.window: int | None = None
         kv_format = str(kv_dtype).removeprefix("torch.")
         self.fingerprint = f"{weights.fingerprint}-native-{activations}-{kv_format}"
         self.activations = activations
@@ -145,6 +165,7 @@ class NativeLlama:
         )
 
     def _layer(self, layer: LlamaLayerWeights) -> native_abi.Layer:
+        assert layer.down is not None
         return native_abi.Layer(
             self._vector(layer.attn_norm),
             self._vector(layer.mlp_norm),

@@ -110,7 +110,7 @@ def _all_bytes(vocabulary: Vocabulary) -> list[bytes]:
     of_normal = _byte_level_bytes if vocabulary.spelling == "byte_level" else _spm_bytes
     by_type: dict[TokenType, Callable[[str], bytes]] = {
         TokenType.NORMAL: of_normal,
-        TokenType.USER_DEFINED: str.encode,
+        TokenType.USER_DEFINED: _spm_bytes if vocabulary.spelling == "spm" else str.encode,
         TokenType.SPECIAL: lambda token: b"",
         TokenType.BYTE: lambda token: bytes([int(token[3:5], 16)]),
     }

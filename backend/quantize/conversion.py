@@ -10,9 +10,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from backend.cpu.packed import PackedWeight
-from backend.models.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
+from backend.models.checkpoint import SafetensorsCheckpoint
 from backend.models.errors import ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from backend.quant.weights import is_quantized, quantize_weight
 from backend.quantize.calibration import InputMoments
 from backend.quantize.folder_copy import copy_folder

@@ -53,7 +53,7 @@ class Dispatcher:
         for target in policy.choose(route):
             for attempt in range(1 + target.settings.max_retries):
                 meter.target_chosen(target.name)
-                call = Call(target.upstream_model, tenant, verbatim, attempt + 1)
+                call = Call(target.upstream_model, tenant, verbatim, attempt + 1, route.objective)
                 started = False
                 try:
                     tries = self._attempt(request, target, call)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gateway.router.breaker import CircuitBreaker
 from plugins.errors import ModelNotFound
-from plugins.interfaces import Principal, Provider, ProviderSettings
+from plugins.interfaces import Objective, Principal, Provider, ProviderSettings
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Route:
     model: str
     targets: tuple[Target, ...]
     policy: str = "ordered"
+    objective: Objective = Objective()
 
 
 class Routes:
@@ -43,11 +44,11 @@ class Routes:
         self._targets: dict[str, Target] = {}
         self._routes: dict[str, Route] = {}
 
-    def load(self, models: Iterable[tuple[str, tuple[str, ...], str]]) -> None:
-        """Set the table from (name, targets, policy). Target names are "provider/upstream model"."""
+    def load(self, models: Iterable[tuple[str, tuple[str, ...], str, Objective]]) -> None:
+        """Set the table from (name, targets, policy, objective). Target names are "provider/upstream model"."""
         self._routes = {
-            name: Route(name, tuple(self._target(target) for target in targets), policy)
-            for name, targets, policy in models
+            name: Route(name, tuple(self._target(target) for target in targets), policy, objective)
+            for name, targets, policy, objective in models
         }
 
     def find(self, model: str, principal: Principal) -> Route:

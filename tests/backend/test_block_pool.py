@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engine.block_pool import BlockKey, BlockPool, EngineCorrupt, extend_keys, root_digest
+from backend.engine.block_pool import (
+    NULL_BLOCK,
+    BlockKey,
+    BlockPool,
+    EngineCorrupt,
+    extend_keys,
+    root_digest,
+)
 
 ROOT = root_digest("model", b"", 4)
 
@@ -15,14 +22,14 @@ def keys_of(token_ids: list[int], root: bytes = ROOT) -> list[BlockKey]:
     return keys
 
 
-def published(pool: BlockPool, token_ids: list[int]) -> list[int]:
+def published(pool: BlockPool, token_ids: list[int], *, online: bool = True) -> list[int]:
     """Allocate, publish and free the full blocks of a sequence."""
     keys = keys_of(token_ids)
     blocks = pool.allocate(len(keys))
     assert blocks is not None
     for block_id, key in zip(blocks, keys, strict=True):
         pool.publish(block_id, key)
-    pool.free(blocks)
+    pool.free(blocks, online=online)
     return blocks
 
 
@@ -61,6 +68,85 @@ def test_the_least_recently_freed_sequence_is_evicted_first():
     pool.acquire(old)
     pool.free(old)  # used again, so `new` is the older one now
     assert pool.allocate(1) == new
+
+
+def test_what_background_work_left_is_evicted_before_older_online_prefixes():
+    pool = BlockPool(4)
+    published(pool, [1] * 8)
+    background = published(pool, [2] * 8, online=False)
+    assert pool.allocate(2) == background[::-1]
+
+
+def test_an_online_prefix_unused_for_a_whole_pool_of_frees_goes_first():
+    pool = BlockPool(4)
+    online = published(pool, [1] * 4)
+    for token in range(2, 7):
+        background = published(pool, [token] * 12, online=False)
+    assert pool.lookup(keys_of([1] * 4)) == []
+    assert online[0] in background
+
+
+def test_a_block_that_online_work_has_used_stays_one_when_background_work_frees_it():
+    pool = BlockPool(3)
+    shared = published(pool, [1] * 4)
+    pool.acquire(shared)
+    pool.free(shared, online=False)
+    newer = published(pool, [2] * 4, online=False)
+    assert pool.allocate(2) == [2, *newer]
+
+
+def test_a_reused_block_forgets_that_online_work_has_used_it():
+    pool = BlockPool(2)
+    published(pool, [1] * 8)
+    mine = published(pool, [2] * 4, online=False)
+    assert pool.allocate(1) == mine
+
+
+def test_evictions_are_counted_and_blank_blocks_are_none():
+    pool = BlockPool(4)
+    published(pool, [1] * 8)
+    pool.allocate(3)
+    assert pool.num_evictions == 1
+
+
+# Sliding windows
+
+
+def test_behind_a_window_a_prefix_is_found_by_its_tail_alone():
+    pool = BlockPool(8)
+    blocks = published(pool, list(range(16)))
+    pool.unpublish(blocks[:2])
+    assert pool.lookup(keys_of(list(range(16)))) == []
+    found = pool.lookup(keys_of(list(range(16))), num_needed=2)
+    assert found == [NULL_BLOCK, NULL_BLOCK, *blocks[2:]]
+
+
+def test_behind_a_window_a_gap_cuts_the_prefix_to_what_lies_before_it():
+    pool = BlockPool(8)
+    blocks = published(pool, list(range(20)))
+    pool.unpublish([blocks[3]])
+    found = pool.lookup(keys_of(list(range(20))), num_needed=2)
+    assert found == [NULL_BLOCK, *blocks[1:3]]
+
+
+def test_behind_a_window_a_short_prefix_is_found_from_the_front():
+    pool = BlockPool(8)
+    blocks = published(pool, list(range(8)))
+    assert pool.lookup(keys_of(list(range(12))), num_needed=3) == blocks
+
+
+def test_null_blocks_are_nobodys():
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    table = [NULL_BLOCK, *blocks]
+    pool.acquire([NULL_BLOCK])
+    pool.unpublish(table)
+    assert (pool.num_unowned(table), pool.owned_once(table)) == (0, blocks)
+    pool.check_integrity([table])
+    pool.free(table)
+    assert pool.num_free == 2
+    pool.check_integrity([])
 
 
 def test_a_hit_in_the_middle_of_the_free_list_leaves_its_neighbours_in_order():
@@ -175,12 +261,12 @@ def test_integrity_finds_a_broken_free_list():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=40))
-def test_any_history_of_owners_keeps_the_books_balanced(history: list[tuple[int, int]]):
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=40))
+def test_any_history_of_owners_keeps_the_books_balanced(history: list[tuple[int, int, bool]]):
     pool, tables = BlockPool(6), dict[int, list[int]]()
-    for owner, num_blocks in history:
+    for owner, num_blocks, online in history:
         if owner in tables:
-            pool.free(tables.pop(owner))
+            pool.free(tables.pop(owner), online=online)
         keys = keys_of([owner % 2] * 4 * num_blocks)  # owners 0 and 2 share, 1 and 3 too
         hits = pool.lookup(keys)
         if num_blocks - len(hits) + pool.num_unowned(hits) > pool.num_free:

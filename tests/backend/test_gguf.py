@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from backend.cpu.packed import PackedWeight, pack
-from backend.models.checkpoint import GGUFCheckpoint, checkpoint_fingerprint
+from backend.models.checkpoint import checkpoint_fingerprint
 from backend.models.errors import ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from tests.backend import tiny_llama
 
 
@@ -229,9 +230,9 @@ def test_an_unknown_tensor_type_is_named(tmp_path: Path, tiny: Path) -> None:
         ("llama__attention__head_count", "six", "head_count has the unexpected value 'six'"),
         ("llama__attention__head_count_kv", 4, "6 heads cannot share 4 KV heads"),
         ("llama__context_length", 0, "context length is 0"),
-        ("llama__expert_count", 8, "mixture-of-experts"),
+        ("llama__expert_count", 8, "expert_used_count is missing"),
         ("llama__rope__dimension_count", 8, "partial rotary"),
-        ("llama__rope__scaling__type", "yarn", "rope scaling 'yarn'"),
+        ("llama__rope__scaling__type", "longrope", "rope scaling 'longrope'"),
     ],
 )
 def test_a_shape_that_cannot_run_is_named(

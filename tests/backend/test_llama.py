@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from backend.models.batch import KVCache, Model
-from backend.models.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
+from backend.models.checkpoint import SafetensorsCheckpoint
 from backend.models.config import ModelConfig, RopeScaling
 from backend.models.errors import ModelLoadError
 from backend.models.gguf import GGUFFile
+from backend.models.gguf_checkpoint import GGUFCheckpoint
 from backend.models.layers import inverse_frequencies
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.quantized import in_quantization

@@ -9,8 +9,10 @@ import torch
 
 from backend.models.chat_template import TemplateError
 from backend.models.checkpoint import SafetensorsCheckpoint
-from backend.models.config import RopeScaling, config_from_gguf, config_from_hf
+from backend.models.config import RopeScaling
 from backend.models.errors import ModelLoadError
+from backend.models.gguf_config import config_from_gguf
+from backend.models.hf_config import config_from_hf
 from backend.models.llama import Llama
 from backend.models.loader import LoadedModel, load_model
 from backend.models.native_llama import NativeLlama
@@ -249,10 +251,20 @@ def test_a_shard_that_points_outside_the_folder_is_not_followed(tmp_path: Path) 
         ({"hidden_size": "64"}, "hidden_size has the unexpected value '64'"),
         ({"num_key_value_heads": 4}, "6 heads cannot share 4 KV heads"),
         ({"head_dim": 15}, "head size 15 is odd"),
-        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers has the unexpected value 2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method None"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "original_max_position_embeddings is missing",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope scaling 'longrope' is not supported; supported: default, linear, llama3, yarn",
+        ),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
         ({"vocab_size": 300}, "is [272, 64], expected [300, 64]"),
     ],
@@ -294,13 +306,6 @@ def test_rope_settings_are_read_from_their_new_place_too() -> None:
     config = config_from_hf({**HF, "rope_parameters": llama3}, "config.json")
     assert config.rope_theta == 500000.0
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-
-
-def test_a_sliding_window_model_is_served_up_to_its_window() -> None:
-    config = config_from_hf(
-        {**HF, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "config.json"
-    )
-    assert config.max_position == 4096
 
 
 def test_linear_rope_scaling_is_read_from_gguf() -> None:

@@ -29,6 +29,12 @@ def test_values_reach_the_engine() -> None:
     )
 
 
+def test_deterministic_reaches_the_engine() -> None:
+    assert parse_options({"deterministic": True}).engine_config() == EngineConfig(
+        deterministic=True
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "drafter", "draft_path"),
     [
@@ -89,7 +95,6 @@ def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> Non
         ("device", "cuda", "only the CPU engine is built so far"),
         ("gpu_memory_utilization", 0.9, "use kv_cache_gb"),
         ("tensor_parallel_size", 2, "not built yet"),
-        ("deterministic", True, "not built yet"),
     ],
 )
 def test_what_is_not_built_is_said_and_never_ignored(key: str, value: Any, sentence: str) -> None:
@@ -100,4 +105,4 @@ def test_what_is_not_built_is_said_and_never_ignored(key: str, value: Any, sente
 
 def test_the_one_value_of_an_unbuilt_key_that_works_is_taken() -> None:
     table = {"device": "cpu", "speculative": "off", "tensor_parallel_size": 1}
-    assert option_faults({**table, "deterministic": False, "kv_cache_dtype": "int8"}) == []
+    assert option_faults({**table, "kv_cache_dtype": "int8"}) == []

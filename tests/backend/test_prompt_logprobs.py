@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engine import scheduler
+from backend.engine import step_budget
 from backend.engine.params import GenerationRequest, InvalidGeneration, StepOutput, TokenLogprob
 from tests.backend.toy_model import ToyModel, joined, new_engine, request, run
 
@@ -131,7 +131,7 @@ def test_a_preempted_prompt_finds_what_it_has_scored_and_no_more():
 
 
 def test_a_step_scores_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "MAX_SCORED_ROWS", 5)
+    monkeypatch.setattr(step_budget, "MAX_SCORED_ROWS", 5)
     model = ToyModel()
     outputs = run(new_engine(model), *[scored(str(i), max_tokens=0) for i in range(3)])
     assert max(model.num_tokens_seen) == 5

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from backend.chat_reader import chat_reader
-from backend.engine.params import SamplingParams
+from backend.engine.params import Objective, RequestClass, SamplingParams
 from backend.prompts import INLINE_CHARS, Prompt, PromptReader, Refused, make_rows
 from backend.protocol import Generate
 from tests.backend.toy_worker import BOS, ToyTemplate, ToyTemplateError, ToyTokenizer
@@ -73,6 +73,15 @@ def test_choices_of_one_seed_draw_differently_and_prompts_alike() -> None:
     rows = make_rows(generate, read(generate), "s:")
     assert [row.request_id for row in rows] == ["s:0", "s:1", "s:2", "s:3"]
     assert [row.params.seed for row in rows] == [7, 8, 7, 8]
+
+
+def test_every_choice_has_the_class_and_the_objective_of_its_request() -> None:
+    objective = Objective(400.0, 50.0)
+    generate = Generate(
+        1, SamplingParams(), prompts=["a"], n=2, klass=RequestClass.FLEX, objective=objective
+    )
+    rows = make_rows(generate, read(generate), "")
+    assert [(row.klass, row.objective) for row in rows] == [(RequestClass.FLEX, objective)] * 2
 
 
 def test_the_largest_seed_has_a_next_one() -> None:

@@ -59,6 +59,7 @@ TO_GATEWAY = [
         ]
     ),
     Stats(1, 2, 3, 4, 5, 6, 7, 8),
+    Stats(1, 2, 3, 4, 5, 6, 7, 8, num_evictions=9, running_by_class=(0, 1, 0, 0)),
 ]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import Objective, RequestClass, SamplingParams
 from backend.request import template_messages, to_generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
@@ -133,6 +133,11 @@ def test_top_logprobs_without_logprobs_ask_for_nothing() -> None:
 def test_the_class_and_the_cache_salt_reach_the_engine() -> None:
     generate = to_generate(chat(klass="batch", extra={"cache_salt": "mine"}))
     assert (generate.klass, generate.cache_salt) == (RequestClass.BATCH, b"\0mine")
+
+
+def test_the_objective_reaches_the_engine() -> None:
+    objective = Objective(400.0, 50.0)
+    assert to_generate(chat(), "", objective).objective == objective
 
 
 def test_tenants_never_share_a_cache_salt() -> None:

@@ -1,61 +1,9 @@
 from __future__ import annotations
 
-from typing import Any
-
-from backend.engine.block_pool import BlockPool, root_digest
-from backend.engine.config import EngineConfig
-from backend.engine.detokenizer import Detokenizer
-from backend.engine.params import RequestClass, SamplingParams
+from backend.engine.params import RequestClass
 from backend.engine.request import EngineRequest, Status
-from backend.engine.scheduler import MAX_SKIPS, Scheduler
-
-BLOCK = 4
-
-
-class Steps:
-    """A scheduler with its pool, and the part of a step that comes after it, one known token per finished row."""
-
-    def __init__(self, num_blocks: int = 64, **config: Any) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(EngineConfig(block_size=BLOCK, **config), self.pool)
-        self._arrivals = 0
-
-    def add(
-        self, name: str, prompt: int | list[int], klass: RequestClass = RequestClass.STANDARD
-    ) -> EngineRequest:
-        """`prompt`: token ids, or how many (then unlike anybody else's)."""
-        self._arrivals += 1
-        ids = (
-            [1000 * self._arrivals + i for i in range(prompt)]
-            if isinstance(prompt, int)
-            else list(prompt)
-        )
-        request = EngineRequest(
-            request_id=name,
-            params=SamplingParams(),
-            klass=klass,
-            arrival=self._arrivals,
-            arrival_s=0.0,
-            token_ids=ids,
-            num_prompt_tokens=len(ids),
-            max_output_tokens=1000,
-            seed=0,
-            root=root_digest("m", b"", BLOCK),
-            detokenizer=Detokenizer(),
-            rules=None,
-        )
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> dict[str, int]:
-        scheduled = self.scheduler.schedule()
-        for request, num_tokens in scheduled:
-            request.num_computed_tokens += num_tokens
-            self.scheduler.publish(request)
-            if request.num_wanted_tokens == 0:
-                request.append(7)
-        self.pool.check_integrity(request.block_table for request in self.scheduler.running)
-        return {request.request_id: num_tokens for request, num_tokens in scheduled}
+from backend.engine.scheduler import MAX_SKIPS
+from tests.backend.virtual_steps import Steps
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
@@ -252,6 +200,7 @@ def test_a_request_that_waits_for_blocks_is_passed_only_so_often():
     steps.add("a", 32)
     steps.step()
     huge = steps.add("huge", 60)
+    steps.now_s += 1.0  # what comes now is ranked behind it
     for i in range(MAX_SKIPS):
         small = steps.add(f"small {i}", 2)
         steps.step()

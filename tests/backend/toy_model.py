@@ -54,10 +54,18 @@ class ToyModel:
     It reads keys and values only through the block tables, so a wrong slot, block or position changes the text.
     """
 
+    is_batch_invariant = False
+
     def __init__(
-        self, max_position: int = 512, seed: int = 0, dim: int = 16, num_layers: int = 2
+        self,
+        max_position: int = 512,
+        seed: int = 0,
+        dim: int = 16,
+        num_layers: int = 2,
+        window: int | None = None,
     ) -> None:
         self.vocab_size = VOCAB_SIZE
+        self.window = window
         self.max_position = max_position
         self.fingerprint = f"toy-{seed}"
         self.num_forwards = 0
@@ -108,7 +116,10 @@ class ToyModel:
                 0, 1
             )  # [num_slots, dim], the unwritten ones masked below
             values = kv.values[layer][0, blocks].flatten(0, 1)
-            visible = torch.arange(len(keys)) <= batch.positions[rows, None]
+            key_positions, positions = torch.arange(len(keys)), batch.positions[rows, None]
+            visible = key_positions <= positions
+            if self.window is not None:
+                visible &= key_positions > positions - self.window
             assert int(batch.positions[rows][-1]) == context_len - 1
             scores = (q[rows] @ keys.T / math.sqrt(self._dim)).masked_fill(~visible, -math.inf)
             out[rows] = scores.softmax(-1) @ values

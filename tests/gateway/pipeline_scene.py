@@ -16,6 +16,7 @@ from gateway.router.dispatch import Dispatcher
 from gateway.router.routes import Routes
 from plugins.events import Event, Request
 from plugins.interfaces import (
+    Objective,
     Principal,
     ProviderSettings,
     RequestFilter,
@@ -57,7 +58,9 @@ class Scene:
         self.limiter = LocalLimiter(self.clock)
         table = {p.name: (ProviderSettings(p.name, "s", max_retries=0), p) for p in providers}
         routes = Routes(table, self.clock)
-        routes.load([("m", tuple(f"{p.name}/up" for p in providers), "ordered")])
+        routes.load(
+            [("m", tuple(f"{p.name}/up" for p in providers), "ordered", Objective(400, 50))]
+        )
         self.pipeline = Pipeline(
             limiter=self.limiter,
             filters=FilterChain([(PluginRules("f", on_error, 0.05), f) for f in filters]),

@@ -18,7 +18,7 @@ from plugins.errors import (
     UpstreamUnavailable,
 )
 from plugins.events import Event, Failed, Request, Started, TextDelta
-from plugins.interfaces import Breaker, Principal, ProviderSettings
+from plugins.interfaces import Breaker, Objective, Principal, ProviderSettings
 from plugins.testing import ScriptedProvider, VirtualClock, answer
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +52,9 @@ class Scene:
             for p in providers
         }
         routes = Routes(table, self.clock)
-        routes.load([("m", tuple(f"{p.name}/up" for p in providers), "ordered")])
+        routes.load(
+            [("m", tuple(f"{p.name}/up" for p in providers), "ordered", Objective(400, 50))]
+        )
         self.route = routes.find("m", Principal("k"))
         self.queue = OnlineQueue(10, 1)
         self.dispatcher = Dispatcher(self.queue, self.clock.sleep, random.Random(0))
@@ -92,6 +94,13 @@ async def test_a_failure_of_one_target_goes_on_to_the_next(status: int) -> None:
     assert _text(await scene.run()) == "from two"
     assert scene.counts() == [1, 1]
     assert scene.meter.targets == ["one/up", "two/up"]
+
+
+async def test_the_objective_of_the_model_goes_with_the_call() -> None:
+    scene = Scene(ScriptedProvider("one", [answer("hi")]))
+    await scene.run()
+    ((_, call),) = scene.providers[0].calls
+    assert call.objective == Objective(400, 50)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
