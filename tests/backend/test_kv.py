@@ -16,7 +16,9 @@ from backend.engine.params import StepOutput
 from backend.models.batch import KVCache
 from backend.models.errors import ModelLoadError
 from backend.models.loader import LoadedModel, load_model
+from backend.options import EngineOptions, WorkerSettings
 from backend.quant.kv import Int8Cache, dequantize_rows, new_cache, quantize_rows, row_bytes
+from backend.worker import load_engine
 from tests.backend import tiny_llama
 from tests.backend.toy_model import request, run
 
@@ -185,3 +187,9 @@ def test_the_format_is_part_of_the_fingerprint(folder: Path) -> None:
 def test_an_unknown_format_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match="kv_cache_dtype must be one of auto, float32"):
         load_model(folder, kv_cache_dtype="fp8")
+
+
+def test_the_option_reaches_the_model(folder: Path) -> None:
+    options = EngineOptions(kv_cache_dtype="int8", num_blocks=8)
+    settings = WorkerSettings("local/0", "", str(folder), "", threads=1, options=options)
+    assert load_engine(settings).fingerprint.endswith("-int8")

@@ -108,6 +108,7 @@ def test_other_programs_read_the_gguf_file(gguf_file: Path, tmp_path: Path) -> N
     }
 
 
+@pytest.mark.timeout(300)
 def test_the_command_reports_before_and_after(folder: Path, tmp_path: Path) -> None:
     """The whole way: the gateway's command line, another process, a table."""
     arguments = ["--to", "w4", "--group-size", "32", "--out", str(tmp_path / "out")]
@@ -204,6 +205,10 @@ def test_what_is_quantized_already_is_refused(
     assert main([str(folder), "--to=w8", f"--out={first}", "--report-tokens=0"]) == 0
     assert main([first, "--to=w4", f"--out={second}", "--report-tokens=0"]) == 2
     assert "quantized already (tidegate)" in capsys.readouterr().err
+    with pytest.raises(
+        ModelLoadError, match="already quantized; quantization must be auto or none"
+    ):
+        load_model(tmp_path / "first", quantization="w4")
 
 
 def test_a_broken_weight_is_named_and_nothing_is_left(tmp_path: Path) -> None:
