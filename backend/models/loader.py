@@ -73,8 +73,7 @@ def load_model(
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    kv_dtype = _choose_kv_dtype(kv_cache_dtype)
-    _check_formats(quantization, activations, dtype)
+    _check_formats(quantization, activations, dtype, kv_cache_dtype)
     in_bytes = activations == "int8" or quantization == "w8a8"
     chosen_dtype = torch.float32 if in_bytes else _choose_dtype(dtype)
     chosen_activations = "int8" if in_bytes else "float32"
@@ -90,15 +89,12 @@ def load_model(
     if convert is not None:
         checkpoint = ConvertedCheckpoint(checkpoint, convert)
     weights = read_llama_weights(checkpoint, config)
+    kv_dtype = _KV_DTYPES.get(kv_cache_dtype)
     why_portable = _why_portable(config, dtype) if native else "it was asked for"
     model: Model | None = None
     if why_portable is None:
         model = build_native(
-            config,
-            weights,
-            threads=threads,
-            activations=chosen_activations,
-            kv_dtype=kv_dtype or torch.float32,
+            config, weights, threads=threads, activations=chosen_activations, kv_dtype=kv_dtype
         )
     if model is None:
         model = Llama(weights, chosen_dtype, chosen_activations, kv_dtype)
@@ -113,11 +109,12 @@ def _why_portable(config: ModelConfig, dtype: str) -> str | None:
     return unsupported(config) or native_available()
 
 
-def _check_formats(quantization: str, activations: str, dtype: str) -> None:
+def _check_formats(quantization: str, activations: str, dtype: str, kv_cache_dtype: str) -> None:
     for name, value, known in (
         ("quantization", quantization, QUANTIZATIONS),
         ("activations", activations, _ACTIVATIONS),
         ("dtype", dtype, ("auto", *_DTYPES)),
+        ("kv_cache_dtype", kv_cache_dtype, ("auto", *_KV_DTYPES)),
     ):
         if value not in known:
             raise ModelLoadError(f"{name} must be one of {', '.join(known)}; got {value!r}")
@@ -133,14 +130,6 @@ def _choose_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
     return _DTYPES[dtype]
-
-
-def _choose_kv_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    """None: that of the activations."""
-    if kv_cache_dtype != "auto" and kv_cache_dtype not in _KV_DTYPES:
-        kinds = ", ".join(_KV_DTYPES)
-        raise ModelLoadError(f"kv_cache_dtype must be one of auto, {kinds}; got {kv_cache_dtype!r}")
-    return _KV_DTYPES.get(kv_cache_dtype)
 
 
 def _multiplies_bfloat16() -> bool:

@@ -96,6 +96,7 @@ class NativeLlama:
         self.vocab_size = config.vocab_size
         self.max_position = max_position or config.max_position
         self.window: int | None = None
+        kv_dtype = kv_dtype or torch.float32
         kv_format = str(kv_dtype).removeprefix("torch.")
         self.fingerprint = f"{weights.fingerprint}-native-{activations}-{kv_format}"
         self.activations = activations

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from backend.cpu.packed import PackedWeight, pack_affine
@@ -76,7 +77,8 @@ def _gptq_reader(settings: Mapping[str, Any], source: str) -> MatrixReader:
 
 def _awq_reader(settings: Mapping[str, Any], source: str) -> MatrixReader:
     _check(source, "bits", settings.get("bits", settings.get("w_bit")), (4,))
-    _check(source, "version", str(settings.get("version", "gemm")).lower(), ("gemm",))
+    layout = settings.get("version") or settings.get("format") or "gemm"
+    _check(source, "version", str(layout).lower(), ("gemm",))
     _check(source, "zero_point", settings.get("zero_point", True), (True,))
     return read_awq
 
@@ -119,7 +121,16 @@ class PrequantizedCheckpoint:
             if part != "g_idx" or f"{stem}.{part}" in self._stored
         }
         try:
+            _check_parts(parts)
             return pack_affine(self._read_matrix(parts))
-        except (ValueError, RuntimeError) as exc:  # torch words what does not fit on one line
-            reason = str(exc).splitlines()[0]
+        except (ValueError, RuntimeError) as exc:
+            reason = str(exc).splitlines()[0]  # torch's own may have several
             raise ModelLoadError(f"{self.source}: tensor {stem}.qweight: {reason}") from exc
+
+
+def _check_parts(parts: Mapping[str, Tensor]) -> None:
+    for part, tensor in parts.items():
+        if part != "g_idx" and (tensor.dim() != 2 or not tensor.numel()):
+            raise ValueError(f"{part} is {list(tensor.shape)}, expected rows and columns")
+        if tensor.is_floating_point() != (part == "scales") or tensor.dtype == torch.int64:
+            raise ValueError(f"{part} is stored as {tensor.dtype}, expected 32-bit words or floats")

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.cpu import native
 from backend.cpu.packed import pack_affine
+from backend.engine.config import EngineConfig
+from backend.engine.engine import LLMEngine
 from backend.models.errors import ModelLoadError
 from backend.models.loader import load_model
 from backend.quant.awq import read_awq
 from backend.quant.gptq import read_gptq
 from tests.backend import tiny_llama
 from tests.backend.quantized_folder import awq_parts, gptq_parts, grid, write_quantized
+from tests.backend.toy_model import request, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
 
 IDS = [3, 40, 41, 200, 7, 99]
 
@@ -254,6 +268,34 @@ def test_a_quantized_folder_can_be_widened(tmp_path: Path) -> None:
     assert (logits(folder, quantization="none", native=False) - wanted).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("part", "tensor", "says"),
+    [
+        ("scales", torch.ones(96).half(), "scales is [96], expected rows and columns"),
+        ("scales", torch.ones(0, 96).half(), "scales is [0, 96], expected rows and columns"),
+        ("scales", torch.ones(2, 96).int(), "scales is stored as torch.int32"),
+        ("qweight", torch.ones(64, 96).half(), "qweight is stored as torch.float16"),
+        ("qzeros", torch.ones(2, 12).long(), "qzeros is stored as torch.int64"),
+        ("qzeros", torch.ones(3, 96).int(), ""),
+        ("qweight", torch.ones(5, 7).int(), ""),
+    ],
+)
+def test_a_part_of_another_form_names_its_tensor(
+    method: str, part: str, tensor: Tensor, says: str, tmp_path: Path
+) -> None:
+    folder, _ = write_quantized(tmp_path / "model", SETTINGS[method][0])
+    path = folder / "model.safetensors"
+    stored = load_file(path) | {f"model.layers.1.mlp.gate_proj.{part}": tensor}
+    save_file(stored, path)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder)
+    message = str(caught.value)
+    assert says in message
+    assert "model.layers.1.mlp.gate_proj" in message
+    assert "\n" not in message
+
+
 def test_a_damaged_part_names_its_tensor(tmp_path: Path) -> None:
     folder, _ = write_quantized(tmp_path / "model", SETTINGS["gptq"][0])
     path = folder / "model.safetensors"
@@ -262,3 +304,20 @@ def test_a_damaged_part_names_its_tensor(tmp_path: Path) -> None:
         ModelLoadError, match=r"tensor model.layers.0.mlp.down_proj.scales is missing"
     ):
         load_model(folder)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_engine_writes_the_same_text_from_a_quantized_folder_as_from_its_dense_weights(
+    name: str, tmp_path: Path
+) -> None:
+    settings, options = SETTINGS[name]
+    folder, weights = write_quantized(tmp_path / "model", settings, **options)
+    written = []
+    for each in (folder, tiny_llama.write_folder(tmp_path / "dense", weights)):
+        loaded = load_model(each, dtype="float32", threads=1)
+        engine = LLMEngine(loaded.model, loaded.tokenizer, EngineConfig(num_blocks=16))
+        prompts = [request(str(i), IDS[i:], max_tokens=8, ignore_eos=True) for i in range(3)]
+        outputs = run(engine, *prompts)
+        written.append([outputs[str(i)].token_ids for i in range(3)])
+    assert written[0] == written[1]
+    assert [len(ids) for ids in written[0]] == [8, 8, 8]
