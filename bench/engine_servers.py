@@ -28,11 +28,14 @@ _FULL_LENGTH: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_
 
 def tidegate(scratch: Path, model: Path, threads: int, options: str) -> Contender:
     table = ", ".join(part for part in (f"threads = {threads}", options) if part)
+    folder = scratch / f"tidegate {options}".replace("/", " ").strip()
+    folder.mkdir()
     server = tidegate_server(
-        scratch,
+        folder,
         f'[[providers]]\nname = "local"\ntype = "engine"\npath = "{model}"\nengine = {{ {table} }}\n'
         '[[models]]\nname = "bench"\ntargets = ["local/bench"]\n',
     )
+    server.name = folder.name
     return Contender(server, may_pause=False, extra=_FULL_LENGTH)
 
 

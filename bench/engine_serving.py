@@ -39,7 +39,10 @@ Sample = dict[str, Any]
 
 
 def contenders(args: argparse.Namespace, scratch: Path) -> list[Contender]:
-    chosen = [engine_servers.tidegate(scratch, args.model, args.threads, args.engine)]
+    chosen = [
+        engine_servers.tidegate(scratch, args.model, args.threads, options)
+        for options in args.engine or [""]
+    ]
     chosen += [
         engine_servers.llama_server(scratch, args.llama_server, model, args.threads)
         for model in args.llama_model
@@ -144,7 +147,11 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="of Tidegate; default: the demo model")
-    add("--engine", default="", help="more of the engine table: 'dtype = \"float32\"'")
+    add(
+        "--engine",
+        action="append",
+        help='more of the engine table: \'activations = "int8"\'; once for each Tidegate, "" for the plain one',
+    )
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every server")
     add("--levels", default="1,4,16,32", help="streams at once")
     add("--rounds", type=int, default=3)

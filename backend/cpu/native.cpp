@@ -161,10 +161,12 @@ static INLINE vfloat exp(vfloat x) {
     return x < -87.3f ? vfloat{} : p * (vfloat)scale;
 }
 
-// Blocks of a cache lie scattered, so the processor does not foresee the next one.
+// Blocks of a cache lie scattered, so the processor does not foresee the next one; and where weights stream through, it
+// does not run far enough ahead for products in bytes.
 static INLINE void prefetch(const void* p, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const uint8_t*)p + i, 0, 2);
 }
+constexpr int STREAM_AHEAD = 2048;  // bytes
 
 static INLINE vfloat silu(vfloat x) { return x / (exp(-x) + 1.0f); }
 
@@ -622,6 +624,7 @@ static INLINE void dot_block(FormatQ4<HAS_MIN, Scale>, const uint8_t* block, con
 template <class F, int ROWS>
 static INLINE void multiply_bytes_tile(const uint8_t* block, const ByteGroup* x, int64_t ldx, vfloat (&acc)[ROWS][PARTS]) {
     for (int64_t k = 0; k < ldx; k++, block += F::BYTES, x++) {
+        prefetch(block + STREAM_AHEAD, F::BYTES);
         vint sums[ROWS][PARTS];
         dot_block<ROWS>(F{}, block, x, ldx, sums);
         for (int v = 0; v < PARTS; v++) {
@@ -676,9 +679,7 @@ static INLINE void emit(const Output& out, int m, int panel, vfloat* acc) {
 constexpr int WIDE = 2 > PARTS ? 2 : PARTS;         // vectors of a tile of many rows
 constexpr int NARROW = LANES == 4 ? 8 : 4;          // vectors of a tile of one row
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;      // of a tile: WIDE * MAX_ROWS accumulators fit the registers
-#ifndef MAX_BYTE_ROWS
-#define MAX_BYTE_ROWS (LANES == 16 ? 12 : 4)
-#endif
+constexpr int MAX_BYTE_ROWS = LANES == 16 ? 12 : 4; // of a tile in bytes
 constexpr int MAX_DIRECT = 4;                       // rows up to which weights are unpacked in registers, once each
 
 template <class F, int ROWS, int VECS>
@@ -785,6 +786,8 @@ static void multiply(Workers& workers, const Matrix& w, const float* x, int64_t 
     });
 }
 
+constexpr int BYTE_ROW_CHUNK = 64;  // likewise, of rows in bytes: they stay in the L2 cache
+
 // Rounds each row to bytes, a group of columns at a time, so that no row depends on another; then multiplies them in
 // integers with a matrix of blocks.
 static void multiply_bytes(Workers& workers, const Matrix& w, const float* x, int64_t ldx, int m, const Output& out) {
@@ -796,7 +799,7 @@ static void multiply_bytes(Workers& workers, const Matrix& w, const float* x, in
         for (int r = piece * rows_a_piece; r < std::min(m, (piece + 1) * rows_a_piece); r++)
             round_to_bytes(x + r * ldx, w.cols, rounded + int64_t(r) * groups);
     });
-    const int row_chunks = (m + ROW_CHUNK - 1) / ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
+    const int row_chunks = (m + BYTE_ROW_CHUNK - 1) / BYTE_ROW_CHUNK, chunk = (m + row_chunks - 1) / row_chunks;
     const int group = std::max(1, panels / (workers.pool.threads * 8)), pieces = (panels + group - 1) / group;
     workers.pool.run(pieces * row_chunks, [&](int piece, int) {
         const int first = piece % pieces * group, last = std::min(panels, first + group);
@@ -1260,17 +1263,22 @@ class Race {  // the finishing times of tokens, as logarithms; the smallest wins
     static double exponential(uint64_t word) { return -std::log((double(int64_t(word >> 12)) + 0.5) * 0x1p-52); }
 
   public:
-    double best = INFINITY;
+    double best = INFINITY, best_time = INFINITY;  // best = log(best_time)
     int winner = 0;
 
     Race(const float* logits, const DrawRule& rule) : logits(logits), rule(rule), fresh_key(mix64(rule.key)) {}
 
     void enter(int id) { enter(id, word(rule.key, id / NOISE_GROUP)); }
     void enter(int id, uint64_t group_word) {
+        // -log(u) >= 1 - u, so most need no logarithm to lose; the bound is a little lower than it could be, for weight
+        // is rounded.
+        const double lacking = double(int64_t(~group_word >> 12)) * 0x1p-52;
+        const float weight = exp(splat((logits[id] - rule.peak) / float(rule.temperature)))[0];
+        if (lacking * (0.99 / NOISE_GROUP) > best_time * weight) return;
         double time = exponential(group_word) / NOISE_GROUP;
         if (int(group_word & 15) != id % NOISE_GROUP) time += exponential(word(fresh_key, id));
         const double score = std::log(time) - (double(logits[id]) - double(rule.peak)) / rule.temperature;
-        if (score < best) best = score, winner = id;
+        if (score < best) best = score, best_time = std::exp(score), winner = id;
     }
 
     // All tokens whose noise is below `limit`, by the least of each group, and some whose noise is not.
@@ -1284,17 +1292,23 @@ class Race {  // the finishing times of tokens, as logarithms; the smallest wins
     }
 };
 
-static double sum_of_weights(const float* logits, int n, float peak, float temperature) {
-    double total = 0;
+// mass[i] = the sum of all weights down to margins[i] below the peak.
+template <int N>
+static void masses(const float* logits, int n, float peak, float temperature, const float (&margins)[N], double (&mass)[N]) {
+    std::fill_n(mass, N, 0.0);
+    const float inverse = 1.0f / temperature;
     int i = 0;
-    for (; i + LANES <= n;) {
-        vfloat part = {};  // of so few that float32 loses nothing that matters
-        for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES)
-            part += exp((load<vfloat>(logits + i) - peak) / temperature);
-        total += sum(part);
+    while (i + LANES <= n) {
+        vfloat part[N] = {};  // of so few that float32 loses nothing that matters
+        for (const int end = std::min(n - LANES, i + 64 * LANES); i <= end; i += LANES) {
+            const vfloat logit = load<vfloat>(logits + i), weight = exp((logit - peak) * inverse);
+            for (int j = 0; j < N; j++) part[j] += logit >= peak - margins[j] ? weight : vfloat{};
+        }
+        for (int j = 0; j < N; j++) mass[j] += sum(part[j]);
     }
-    for (; i < n; i++) total += exp(splat((logits[i] - peak) / temperature))[0];
-    return total;
+    for (; i < n; i++)
+        for (int j = 0; j < N; j++)
+            if (logits[i] >= peak - margins[j]) mass[j] += exp(splat((logits[i] - peak) * inverse))[0];
 }
 
 static bool likelier(const Candidate& a, const Candidate& b) {
@@ -1306,14 +1320,13 @@ class Kept {  // the tokens that top_k and top_p leave
     const int n;
     const float peak, temperature;
 
-    double collect(float margin) {
-        double mass = 0;
+    void collect(float margin) {
         list.clear();
-        for_ids_from(logits, n, peak - margin, [&](int id) {
-            list.push_back({logits[id], exp(splat((logits[id] - peak) / temperature))[0], id});
-            mass += list.back().weight;
-        });
-        return mass;
+        for_ids_from(logits, n, peak - margin, [&](int id) { list.push_back({logits[id], 0, id}); });
+    }
+
+    void weigh() {
+        for (auto& c : list) c.weight = exp(splat((c.logit - peak) / temperature))[0];
     }
 
   public:
@@ -1323,20 +1336,27 @@ class Kept {  // the tokens that top_k and top_p leave
         : logits(logits), n(n), peak(peak), temperature(temperature), list(list) {}
 
     double take_likeliest(int count) {
+        for (float margin : {4.0f, 8.0f, 12.0f, INFINITY})
+            if (collect(margin); int(list.size()) >= count) break;
+        if (int(list.size()) > count) {
+            std::nth_element(list.begin(), list.begin() + count, list.end(), likelier);
+            list.resize(count);
+        }
+        weigh();
         double mass = 0;
-        for (float margin : {3.0f, 8.0f, INFINITY})
-            if (mass = collect(margin); int(list.size()) >= count) break;
-        if (int(list.size()) <= count) return mass;
-        std::nth_element(list.begin(), list.begin() + count, list.end(), likelier);
-        list.resize(count), mass = 0;
         for (const auto& c : list) mass += c.weight;
         return mass;
     }
 
     double take_mass(double share) {
-        const double total = sum_of_weights(logits, n, peak, temperature);
-        for (float margin : {3.0f, 8.0f, INFINITY})
-            if (collect(margin) >= share * total) break;
+        const float margins[] = {2, 4, 7, 11, INFINITY};
+        double mass[5];
+        masses(logits, n, peak, temperature, margins, mass);
+        const double& total = mass[4];
+        int wide = 0;
+        while (wide < 4 && mass[wide] < share * total * 1.0001) wide++;
+        collect(margins[wide]);
+        weigh();
         return total;
     }
 
@@ -1435,7 +1455,11 @@ int tidegate_draw(const float* logits, int n, const DrawRule* rule) try {
 } catch (const std::exception&) { return -1; }
 
 // Sum over the vocabulary of exp(logit - peak).
-double tidegate_weight(const float* logits, int n, float peak) { return sum_of_weights(logits, n, peak, 1.0f); }
+double tidegate_weight(const float* logits, int n, float peak) {
+    double mass[1];
+    masses(logits, n, peak, 1.0f, {INFINITY}, mass);
+    return mass[0];
+}
 
 // The `count` likeliest ids, likeliest first, equal ones by rising id, to `ids`. False without memory.
 bool tidegate_likeliest(const float* logits, int n, float peak, int count, int64_t* ids) try {

@@ -1,4 +1,4 @@
-"""Drawing a token in the native library: the formulas of `backend.engine.sampler`, in one pass where numpy needs many."""
+"""Drawing a token in the native library: the formulas of `backend.engine.sampler`, in one pass, not many."""
 
 from __future__ import annotations
 

@@ -66,10 +66,11 @@ class Sampler:
         """
         params, logits = request.params, _legal_logits(raw, request)
         position = request.num_tokens
-        if not math.isfinite(logits.max()):
+        best = int(logits.argmax())
+        if not math.isfinite(logits[best]):
             return None
         if guess is None:
-            token_id = self._choose(logits, params, draw_key(request.seed, position))
+            token_id = self._choose(logits, best, params, draw_key(request.seed, position))
         else:
             token_id = accept_or_resample(
                 law(logits, params),
@@ -85,18 +86,18 @@ class Sampler:
     def guess(self, raw: np.ndarray, request: EngineRequest) -> None:
         """Draw the request's next guess from a draft model's logits `raw` [vocab_size]; none from what is no number."""
         params, drafts, logits = request.params, request.drafts, _legal_logits(raw, request)
-        if not math.isfinite(logits.max()):
+        best = int(logits.argmax())
+        if not math.isfinite(logits[best]):
             return
         position = request.num_tokens + len(drafts.token_ids)
         keeps_law = params.seed is None and not is_greedy(params)
         purpose = GUESS if keeps_law else SAMPLE
-        token_id = self._choose(logits, params, draw_key(request.seed, position, purpose))
+        token_id = self._choose(logits, best, params, draw_key(request.seed, position, purpose))
         drafts.token_ids.append(token_id)
         if keeps_law:
             drafts.laws.append(law(logits, params))
 
-    def _choose(self, logits: np.ndarray, params: SamplingParams, key: int) -> int:
-        best = int(logits.argmax())
+    def _choose(self, logits: np.ndarray, best: int, params: SamplingParams, key: int) -> int:
         return best if is_greedy(params) else self._draw(logits, float(logits[best]), params, key)
 
     def _draw(self, logits: np.ndarray, peak: float, params: SamplingParams, key: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +213,15 @@ def test_a_second_build_finds_the_first():
     target = native.build_library(native.cache_dir())
     before = target.stat().st_mtime_ns
     assert native.build_library(native.cache_dir()).stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of one family")
+@pytest.mark.parametrize("processor", ["skylake-avx512", "cascadelake", "alderlake"])
+def test_it_compiles_for_processors_that_are_not_here(processor: str, tmp_path: Path):
+    tmp_path.chmod(0o700)
+    assert native.build_library(tmp_path, [f"-march={processor}", "-O0"]).exists()
 
 
 @pytest.mark.slow
