@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         _quantize(args)
-    except (QuantizeFault, ModelLoadError, OSError, MemoryError) as exc:
+    except (QuantizeFault, ModelLoadError, ValueError, OSError, MemoryError) as exc:
         print(f"tidegate quantize: {exc or type(exc).__name__}", file=sys.stderr)  # noqa: T201
         return EXIT_FAULT
     except KeyboardInterrupt:
