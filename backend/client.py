@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from backend import launch
 from backend.answer import Answer
+from backend.answer_vectors import EmbeddingsAnswer
 from backend.connection import Mailbox, Replica, Reply
 from backend.engine.params import Objective, RequestClass
 from backend.options import parse_options
@@ -26,6 +27,7 @@ from plugins.interfaces import (
     Timeout,
 )
 
+AnyAnswer = Answer | EmbeddingsAnswer
 CHARS_PER_TOKEN = 4  # only to compare replicas
 UNKNOWN_OUTPUT_TOKENS = 256
 
@@ -55,6 +57,7 @@ class EngineProvider:
     """Streams from whichever replica has the least work outstanding."""
 
     dialects: frozenset[Dialect] = frozenset()  # answers are events, never bytes of a dialect
+    embeds = True
 
     def __init__(self, name: str, replicas: list[Replica], timeout: Timeout) -> None:
         self.name = name
@@ -94,7 +97,8 @@ class EngineProvider:
         generate = to_generate(request, call.tenant, objective)
         replica = self._choose()
         assert replica.ready is not None
-        answer = Answer(request, call.upstream_model, replica.ready)
+        kind = EmbeddingsAnswer if request.dialect == "embeddings" else Answer
+        answer = kind(request, call.upstream_model, replica.ready)
         mailbox = replica.open(generate, _cost_tokens(generate))
         started_s = asyncio.get_running_loop().time()
         try:
@@ -104,7 +108,7 @@ class EngineProvider:
         finally:
             replica.close(mailbox, abort=not answer.done)
 
-    async def _next(self, mailbox: Mailbox, answer: Answer, started_s: float) -> list[Reply]:
+    async def _next(self, mailbox: Mailbox, answer: AnyAnswer, started_s: float) -> list[Reply]:
         deadline_s, what = self._deadline(started_s, answer)
         try:
             replies = await mailbox.get(deadline_s)
@@ -114,10 +118,12 @@ class EngineProvider:
             raise UpstreamUnavailable(f"the engine {self.name} stopped during the answer")
         return replies
 
-    def _deadline(self, started_s: float, answer: Answer) -> tuple[float, str]:
+    def _deadline(self, started_s: float, answer: AnyAnswer) -> tuple[float, str]:
         """When the next message must be there, and what it means when it is not."""
         timeout = self._timeout
         total = started_s + timeout.total_s, f"took more than {timeout.total_s:g} s"
+        if isinstance(answer, EmbeddingsAnswer):  # nobody sees a part of it
+            return total
         if not answer.has_content:
             text = f"gave no content within {timeout.first_token_s:g} s"
             return min((started_s + timeout.first_token_s, text), total)
@@ -154,6 +160,8 @@ def _cost_tokens(generate: Generate) -> int:
         num_chars, num_prompts = sum(len(m["content"]) for m in generate.messages), 1
     else:
         num_chars, num_prompts = sum(map(len, generate.prompts)), len(generate.prompts)
+    if generate.embedding is not None:
+        return num_chars // CHARS_PER_TOKEN
     num_rows = generate.rows_per_prompt * num_prompts
     num_output = (generate.params.max_tokens or UNKNOWN_OUTPUT_TOKENS) * num_rows
     return num_chars // CHARS_PER_TOKEN + num_output

@@ -34,7 +34,7 @@ class LogprobGate:
         if self.echo is not None:
             self._echo_prompt(self.echo, output)
         for entry in output.logprobs:
-            logprob = self._convert(entry)
+            logprob = self._convert(entry, self._decoder)
             self.offset += len(self._decoder.decode(logprob.data))
             self._held.append((self.offset, logprob))
         self.num_shown += len(output.text)
@@ -47,21 +47,31 @@ class LogprobGate:
 
     def _echo_prompt(self, text: str, output: StepOutput) -> None:
         """Hold an entry for each prompt token. A special token takes room only where the text spells it."""
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for entry in output.prompt_logprobs:
-            logprob = self._convert(entry)
+            logprob = self._convert(entry, decoder)
             spelt = not logprob.data and text.startswith(logprob.token, self.offset)
-            self.offset += len(logprob.token if spelt else decode(logprob.data))
+            self.offset += len(logprob.token if spelt else decoder.decode(logprob.data))
             self._held.append((0, logprob))
         self.offset = self.num_shown = len(text)
         self.echo = None
 
-    def _convert(self, entry: TokenLogprob) -> Logprob:
+    def _convert(self, entry: TokenLogprob, decoder: codecs.IncrementalDecoder) -> Logprob:
         text, data = self._spell(entry.token_id)
         top = [TopLogprob(*self._spell(token_id), logprob) for token_id, logprob in entry.top]
-        return Logprob(text, data, entry.logprob, top, self.offset)
+        return Logprob(text, data, entry.logprob, top, self.offset + _cuts_off(decoder, data))
 
     def _spell(self, token_id: int) -> tuple[str, bytes]:
         """Special tokens have no bytes in the text, so their name stands for them."""
         text = self.tokenizer.token_text(token_id)
         return text, self.tokenizer.token_bytes(token_id)
+
+
+def _cuts_off(decoder: codecs.IncrementalDecoder, data: bytes) -> bool:
+    """Whether these bytes do not go on with the character that has begun: one U+FFFD then comes before them."""
+    begun = decoder.getstate()[0]
+    try:
+        codecs.utf_8_decode(begun + data[:1], "strict", False)
+    except UnicodeDecodeError:
+        return bool(begun)
+    return False

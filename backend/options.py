@@ -34,6 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     deterministic: bool = False
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     num_blocks: Count | None = None  # KV blocks, in place of kv_cache_gb
+    pooling: Literal["auto", "mean", "last"] = "auto"  # of embeddings
     reasoning: Literal["auto", "off"] = "auto"  # off: <think> blocks stay in the text
 
     @property
@@ -50,6 +51,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             num_blocks=self.num_blocks,
             deterministic=self.deterministic,
             speculative="ngram" if self.speculative in ("auto", "ngram") else "off",
+            pooling="mean" if self.pooling == "auto" else self.pooling,
         )
 
 

@@ -23,7 +23,7 @@ INLINE_CHARS = 8_000  # some 6 ms of tokenizing; longer prompts are read beside 
 class Refused(Exception):
     """A request that is answered with `Rejected`."""
 
-    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -90,10 +90,11 @@ class PromptReader:
         else:
             if not request.prompts:
                 raise Refused("prompt is empty: it needs at least one text", "prompt")
-            min_output = int(request.params.max_tokens != 0)
-            prompts = [self._completion(prompt, min_output) for prompt in request.prompts]
+            prompts = self._completions(request)
         rows = request.rows_per_prompt
-        if len(prompts) * rows > MAX_ROWS:
+        if request.n < 1:
+            raise Refused(f"n must be at least 1, got {request.n}", "n")
+        if request.embedding is None and len(prompts) * rows > MAX_ROWS:
             message = f"{len(prompts)} prompts of {rows} choices; the limit is {MAX_ROWS} in all"
             raise Refused(message, "n" if rows == request.n else "best_of")
         if (spec := self._grammar(request)) is not None:
@@ -111,7 +112,7 @@ class PromptReader:
         try:
             return self.grammars.compile(spec)
         except InvalidGrammar as exc:
-            raise Refused(f"Invalid {spec.param}: {exc}", spec.param, "invalid_value") from exc
+            raise Refused(f"Invalid {spec.param}: {exc}", spec.param) from exc
 
     def _chat(self, request: Generate) -> Prompt:
         if self.chat is None:
@@ -131,15 +132,25 @@ class PromptReader:
             markers=self.chat.markers(request),
         )
 
-    def _completion(self, prompt: str | list[int], min_output: int) -> Prompt:
+    def _completions(self, request: Generate) -> list[Prompt]:
+        if request.embedding is None:
+            min_output = int(request.params.max_tokens != 0)
+            return [self._completion(prompt, "prompt", min_output) for prompt in request.prompts]
+        one = len(request.prompts) == 1
+        return [
+            self._completion(text, "input" if one else f"input[{i}]", 0)
+            for i, text in enumerate(request.prompts)
+        ]
+
+    def _completion(self, prompt: str | list[int], param: str, min_output: int) -> Prompt:
         if isinstance(prompt, str):
-            token_ids = self._encode(prompt, "prompt", add_special=True, min_output=min_output)
+            token_ids = self._encode(prompt, param, add_special=True, min_output=min_output)
             return Prompt(token_ids, prompt)
         try:
-            check_token_ids(prompt, "prompt", self.vocab_size)
+            check_token_ids(prompt, param, self.vocab_size)
         except InvalidGeneration as exc:
-            raise Refused(exc.message, "prompt") from exc
-        self._check_length(len(prompt), "prompt", min_output)
+            raise Refused(exc.message, param) from exc
+        self._check_length(len(prompt), param, min_output)
         text = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace")
         return Prompt(prompt, text)
 
@@ -160,10 +171,11 @@ class PromptReader:
 
     def _check_length(self, num_tokens: int, param: str, min_output: int) -> None:
         if num_tokens + min_output > self.max_model_len:
+            without_room = ", which leaves no room for an answer" if min_output else ""
             raise Refused(
                 f"This model's maximum context length is {self.max_model_len} tokens. However,"
-                f" your {param} resulted in {num_tokens} tokens, which leaves no room for an"
-                f" answer. Please reduce the length of the {param}.",
+                f" your {param} resulted in {num_tokens} tokens{without_room}."
+                f" Please reduce the length of the {param}.",
                 param,
                 "context_length_exceeded",
             )
@@ -189,6 +201,7 @@ def make_rows(request: Generate, prompts: list[Prompt], row_prefix: str) -> list
                     _start_grammar(prompt),
                     prompt.markers,
                     request.objective,
+                    request.embedding,
                 )
             )
     return rows

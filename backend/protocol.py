@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from backend.engine.grammar_spec import GrammarSpec
-from backend.engine.params import FinishReason, Objective, RequestClass, SamplingParams
+from backend.engine.params import (
+    EmbeddingParams,
+    FinishReason,
+    Objective,
+    RequestClass,
+    SamplingParams,
+)
 
 VERSION = 1
 MAX_FRAME_BYTES = 256 << 20
@@ -35,6 +41,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     """One request. `messages` go through the chat template, `prompts` do not; `n` choices for each prompt.
 
     Choice `index = prompt index * n + k`. With `best_of` above `n` so many are generated and the best `n` sent, whole.
+    With `embedding` nothing is generated: each prompt becomes a vector, its only `Delta`.
     """
 
     request_id: int
@@ -53,6 +60,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     grammar: GrammarSpec | None = None
     must_call: list[str] = msgspec.field(default_factory=list[str])  # tools; one of them is called
     parallel_calls: bool = True
+    embedding: EmbeddingParams | None = None
 
     @property
     def rows_per_prompt(self) -> int:
@@ -123,6 +131,7 @@ class Delta(msgspec.Struct, array_like=True):
     error: str = ""
     num_draft_tokens: int = 0  # guessed so far
     num_accepted_tokens: int = 0  # of those, right
+    embedding: bytes = b""  # float32, little-endian
 
 
 class Deltas(msgspec.Struct, tag="deltas"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend.answer_form import grammar_spec
-from backend.engine.params import Objective, RequestClass, SamplingParams
+from backend.engine.params import EmbeddingParams, Objective, RequestClass, SamplingParams
 from backend.protocol import Generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
@@ -25,6 +25,7 @@ from plugins.events import (
 
 MAX_CHOICES = 128
 NO_OBJECTIVE = Objective()
+MAX_URGENT_INPUTS = 16  # texts to embed in one request; more are a bulk, which lets chats go first
 # Top-level fields that change what is generated, and that we cannot honour yet. Others we do not know are harmless.
 _TEMPLATE_ARGUMENTS = frozenset(
     ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -47,6 +48,8 @@ def to_generate(
     Raises:
         InvalidRequest, Unsupported: with `param`.
     """
+    if request.dialect == "embeddings":
+        return _to_embed(request, tenant, objective)
     _refuse(request)
     sampling = request.sampling
     generate = Generate(
@@ -75,6 +78,21 @@ def to_generate(
     generate.continue_final_message = messages[-1].role == "assistant"
     generate.template_kwargs = _template_kwargs(request)
     return generate
+
+
+def _to_embed(request: Request, tenant: str, objective: Objective) -> Generate:
+    klass = RequestClass[request.klass.upper()]
+    if len(request.prompts) > MAX_URGENT_INPUTS:
+        klass = max(klass, RequestClass.FLEX)
+    return Generate(
+        0,
+        SamplingParams(),
+        prompts=request.prompts,
+        klass=klass,
+        objective=objective,
+        cache_salt=_cache_salt(request, tenant),
+        embedding=EmbeddingParams(request.embedding.dimensions),
+    )
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from backend.chat_reader import ChatReader, ChatTemplate, chat_reader
+from backend.engine.config import EngineConfig
 from backend.engine_thread import Engine
-from backend.options import WorkerSettings
+from backend.options import EngineOptions, WorkerSettings
 from backend.prompts import PromptReader, Tokenizer
 from backend.protocol import Ready
 from backend.worker_server import WorkerServer
@@ -164,8 +165,9 @@ def load_engine(settings: WorkerSettings) -> Loaded:
 
     options = settings.options
     try:
+        path = _model_path(settings)
         loaded = load_model(
-            _model_path(settings),
+            path,
             dtype=options.dtype,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
@@ -177,7 +179,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         engine = LLMEngine(
             loaded.model,
             loaded.tokenizer,
-            options.engine_config(),
+            _engine_config(options, path),
             draft_model=_load_draft(settings, loaded.tokenizer),
         )
         template = _template(settings, loaded.tokenizer) or loaded.chat_template
@@ -193,6 +195,14 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         GrammarCompiler(loaded.tokenizer) if loaded.tokenizer.eos_ids else None,
         options.reasoning == "auto",
     )
+
+
+def _engine_config(options: EngineOptions, path: Path) -> EngineConfig:
+    from backend.models.pooling import stated_pooling
+
+    config = options.engine_config()
+    stated = stated_pooling(path) if options.pooling == "auto" else None
+    return msgspec.structs.replace(config, pooling=stated) if stated else config
 
 
 def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | None:

@@ -166,6 +166,7 @@ def _delta(choice: Choice, output: StepOutput) -> Delta:
         output.error,
         output.num_draft_tokens,
         output.num_accepted_tokens,
+        output.embedding,
     )
 
 

@@ -113,7 +113,7 @@ class Session(asyncio.Protocol):
             raise ProtocolError(f"request id {message.request_id} is used twice")
         request = LiveRequest(self, message)
         self._live[message.request_id] = request
-        if not self._server.reader.is_long(message):
+        if not _is_long(self._server.reader, message):
             self._admit(request, _read(self._server.reader, message))
             return
         reading = asyncio.get_running_loop().run_in_executor(
@@ -135,6 +135,13 @@ class Session(asyncio.Protocol):
             self.send(prompts)
         else:
             self._server.admit(request, prompts, f"{self._number}:{request.message.request_id}:")
+
+
+def _is_long(reader: PromptReader, message: Generate) -> bool:
+    try:
+        return reader.is_long(message)
+    except Exception:
+        return False  # `_read` meets the same fault, and answers it
 
 
 def _read(reader: PromptReader, message: Generate) -> list[Prompt] | Rejected:

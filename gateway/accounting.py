@@ -12,7 +12,16 @@ from cache.usage_stream import UsageStream
 from gateway.observers import ObserverQueue
 from gateway.usage_writer import UsageWriter
 from plugins.errors import GatewayError, Overloaded, StoreUnavailable, UpstreamError
-from plugins.events import CONTENT_EVENTS, Event, Finished, Request, Text, Usage, Verbatim
+from plugins.events import (
+    CONTENT_EVENTS,
+    Embedding,
+    Event,
+    Finished,
+    Request,
+    Text,
+    Usage,
+    Verbatim,
+)
 from plugins.interfaces import Observer, Principal, UsageRecord
 from plugins.manager import PluginRules
 
@@ -127,7 +136,7 @@ class RequestMeter:
                     event  # later ones replace earlier: dialects that count up send several
                 )
             elif isinstance(event, CONTENT_EVENTS):
-                self._count(0 if isinstance(event, Finished) else 1)
+                self._count(0 if isinstance(event, Finished | Embedding) else 1)
 
     def _count(self, num_chunks: int) -> None:
         self._num_chunks += num_chunks

@@ -26,6 +26,7 @@ from gateway.auth import Authenticator
 from gateway.config import Config
 from gateway.endpoints.chat import ChatEndpoint
 from gateway.endpoints.completions import CompletionsEndpoint
+from gateway.endpoints.embeddings import EmbeddingsEndpoint
 from gateway.endpoints.health import Readiness
 from gateway.endpoints.inference import InferenceEndpoint, new_request_id
 from gateway.endpoints.models import ModelsEndpoint
@@ -84,6 +85,7 @@ class Gateway:
             for path, dialect in (
                 ("chat/completions", ChatEndpoint()),
                 ("completions", CompletionsEndpoint()),
+                ("embeddings", EmbeddingsEndpoint()),
             )
         }
         self._load_routes(config)

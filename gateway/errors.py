@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from plugins.errors import GatewayError
+from plugins.errors import GatewayError, UpstreamError
+from plugins.events import Failed
 
 RETRIES_POINTLESS = frozenset({"insufficient_quota"})
 _encoder = msgspec.json.Encoder()
@@ -35,6 +36,11 @@ def error_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
+
+
+def as_error(failed: Failed) -> UpstreamError:
+    """A provider may tell its failure as an event; from here on there is one way to fail."""
+    return UpstreamError(failed.message, type=failed.type, code=failed.code, status=failed.status)
 
 
 ErrorBody = Callable[[GatewayError], bytes]

@@ -6,6 +6,9 @@ written against these types only, so that they hold on every endpoint, streamed 
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -125,6 +128,13 @@ class Sampling(Struct):
     prompt_logprobs: bool = False
 
 
+class EmbeddingForm(Struct):
+    """How an embeddings request wants its vectors. `dimensions` None: as many as the model has."""
+
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+
 class Request(Struct):
     """One request in the internal form, whatever the dialect it came in.
 
@@ -138,6 +148,7 @@ class Request(Struct):
     messages: list[Message] = field(default_factory=list[Message])
     prompts: list[str | list[int]] = field(default_factory=list["str | list[int]"])
     sampling: Sampling = field(default_factory=Sampling)
+    embedding: EmbeddingForm = field(default_factory=EmbeddingForm)
     stream: bool = False
     include_usage: bool = False
     tools: list[Tool] = field(default_factory=list[Tool])
@@ -211,6 +222,30 @@ class ToolCallDelta(Struct, frozen=True, tag_field="event", tag="tool_call"):
     signature: str | None = None
 
 
+class Embedding(Struct, frozen=True, tag_field="event", tag="embedding"):
+    """The vector of input number `index`: float32 values, little-endian, as base64 answers carry them.
+
+    An answer has one for each input, in any order, and one `Finished` behind them all.
+    """
+
+    data: bytes
+    index: int = 0
+
+    @classmethod
+    def of(cls, values: Iterable[float], index: int = 0) -> Embedding:
+        return cls(_little_endian(array("f", values)).tobytes(), index)
+
+    def values(self) -> list[float]:
+        return _little_endian(array("f", self.data)).tolist()
+
+
+def _little_endian(numbers: array[float]) -> array[float]:
+    """Between memory and wire, either way."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
 class Usage(Struct, frozen=True, omit_defaults=True, tag_field="event", tag="usage"):
     """Token counts, normalised once: `prompt_tokens` include cached ones, `completion_tokens` reasoning."""
 
@@ -225,7 +260,7 @@ class Usage(Struct, frozen=True, omit_defaults=True, tag_field="event", tag="usa
 
 
 class Finished(Struct, frozen=True, tag_field="event", tag="finished"):
-    """End of one choice. An answer with n choices has n of these."""
+    """End of one choice. An answer with n choices has n of these; embeddings, one in all."""
 
     reason: FinishReason
     choice: int = 0
@@ -260,12 +295,14 @@ Event = (
     | ReasoningDelta
     | RefusalDelta
     | ToolCallDelta
+    | Embedding
     | Usage
     | Finished
     | Verbatim
     | Failed
 )
-CONTENT_EVENTS = (TextDelta, ReasoningDelta, RefusalDelta, ToolCallDelta, Finished)
+CHOICE_EVENTS = (TextDelta, ReasoningDelta, RefusalDelta, ToolCallDelta, Finished)
+CONTENT_EVENTS = (*CHOICE_EVENTS, Embedding)
 
 
 def has_content(events: list[Event]) -> bool:

@@ -119,7 +119,8 @@ class Call:
 class Provider(Protocol):
     """Something that answers requests: a remote API, the in-repo engine, a plugin's own model.
 
-    `dialects` are those whose bodies and answers it can carry verbatim.
+    `dialects` are those whose bodies and answers it can carry verbatim. One that answers embeddings requests, with
+    `Embedding` events, says so with `embeds = True`; others never see any.
     """
 
     name: str

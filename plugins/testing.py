@@ -47,8 +47,10 @@ class ScriptedProvider:
         name: str,
         *scripts: Sequence[Step],
         dialects: frozenset[Dialect] = frozenset[Dialect](),
+        embeds: bool = False,
     ) -> None:
         self.name = name
+        self.embeds = embeds
         self.dialects = dialects
         self.calls: list[tuple[Request, Call]] = []
         self.open_streams = 0

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from backend.models.demo import fetch_demo_model
 from cache.embedded import EmbeddedStore
 from cache.store import Store
 
+settings.register_profile("tidegate", deadline=None)  # how long an example takes says nothing here
+settings.load_profile("tidegate")
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 
 

@@ -107,6 +107,24 @@ def test_the_official_client_chats_streams_and_lists_models(client: OpenAI) -> N
     assert text.choices[0].text
 
 
+def test_the_official_client_gets_the_same_vectors_in_either_form(client: OpenAI) -> None:
+    texts = ["The cat sits on the mat.", "A kitten is resting on a rug.", "Prices fell today."]
+    asked = {"model": "smollm2", "input": texts}
+    packed = client.embeddings.create(**asked)  # the client asks for base64 by itself
+    floats = client.embeddings.create(**asked, encoding_format="float")
+    assert [entry.index for entry in packed.data] == [0, 1, 2]
+    for one, other in zip(packed.data, floats.data, strict=True):
+        assert one.embedding == other.embedding
+        assert sum(x * x for x in one.embedding) == pytest.approx(1, abs=1e-5)
+    assert (packed.usage.prompt_tokens, packed.usage.total_tokens) == (20, 20)
+
+
+def test_a_text_longer_than_the_context_is_a_400_that_names_the_input(client: OpenAI) -> None:
+    with pytest.raises(APIStatusError, match="maximum context length is 8192") as caught:
+        client.embeddings.create(model="smollm2", input=["short", "word " * 9000])
+    assert (caught.value.status_code, caught.value.param) == (400, "input[1]")
+
+
 def test_the_default_engine_answers_as_the_float32_reference_does(server: Tidegate) -> None:
     """At least 18 of 20 texts equal; where one differs, its two likeliest tokens were a near-tie."""
     with ThreadPoolExecutor(4) as pool:

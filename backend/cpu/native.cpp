@@ -841,7 +841,8 @@ struct Step {
     void* const* values;  // a layer: [kv_heads, num_blocks, block_size, head_dim]
     float* const* key_scales;    // a layer: [kv_heads, num_blocks, block_size]; null unless the cache is KV_I8
     float* const* value_scales;  // likewise
-    float* logits;               // [num_logits, vocab]
+    float* logits;               // [num_logits, vocab], or null
+    float* hidden_states;        // [num_logits, hidden] behind the last norm, or null
 };
 
 // ---- the KV cache: one row is the key or the value of one token and KV head -----------------------------------------
@@ -1198,8 +1199,16 @@ class Model {
             linear(layer.gate_up, norm_rows(x, layer.mlp_norm, rows), rows, SILU_GATE, act);
             linear(layer.down, act, rows, ADD, x);
         }
-        linear(config.lm_head, norm_rows(x, config.norm, rows), rows, STORE, step.logits);
+        const float* normed = norm_rows(x, config.norm, rows);
+        if (step.hidden_states) std::copy_n(normed, int64_t(rows) * hidden, step.hidden_states);
+        if (step.logits) linear(config.lm_head, normed, rows, STORE, step.logits);
         return nullptr;
+    }
+
+    void logits(const float* hidden_states, int rows, float* out) {
+        workers.pool.begin_step();
+        linear(config.lm_head, hidden_states, rows, STORE, out);
+        workers.pool.end_step();
     }
 
     int64_t attention_floats() const {
@@ -1480,5 +1489,11 @@ void tidegate_model_free(void* model) { delete static_cast<Model*>(model); }
 // Null on success, else the name of the field that points outside, or "out of memory". One caller at a time.
 const char* tidegate_forward(void* model, const Step* step) try {
     return static_cast<Model*>(model)->step(*step);
+} catch (const std::exception&) { return OUT_OF_MEMORY; }
+
+// logits [rows, vocab] of hidden states [rows, hidden] behind the last norm. Null on success. One caller at a time.
+const char* tidegate_logits(void* model, const float* hidden_states, int rows, float* logits) try {
+    static_cast<Model*>(model)->logits(hidden_states, rows, logits);
+    return nullptr;
 } catch (const std::exception&) { return OUT_OF_MEMORY; }
 }

@@ -80,6 +80,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "tidegate_model_new": (c_ptr, [ctypes.POINTER(Config)]),
         "tidegate_model_free": (None, [c_ptr]),
         "tidegate_forward": (ctypes.c_char_p, [c_ptr, ctypes.POINTER(Step)]),
+        "tidegate_logits": (ctypes.c_char_p, [c_ptr, c_ptr, c_int, c_ptr]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -53,7 +53,8 @@ class Step(ctypes.Structure):
         *_fields(
             ctypes.c_void_p, "token_ids positions slots query_start context_lens block_tables"
         ),
-        *_fields(ctypes.c_void_p, "logits_rows keys values key_scales value_scales logits"),
+        *_fields(ctypes.c_void_p, "logits_rows keys values key_scales value_scales"),
+        *_fields(ctypes.c_void_p, "logits hidden_states"),
     ]
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from backend.engine.params import Pooling
+
 CPU_KV_CACHE_SHARE = 0.25  # of the memory that is free at start
 CPU_KV_CACHE_MAX_GB = 2.0
 
@@ -26,6 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_cache: bool = True
     deterministic: bool = False  # refuse a model whose last bits depend on what else a step holds
     speculative: Literal["off", "ngram"] = "off"  # who guesses, where no draft model does
+    pooling: Pooling = "mean"  # how the hidden states of a prompt become one vector
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_gb"):

@@ -62,18 +62,18 @@ class DraftModel:
                 is_last = start + len(token_ids) == request.num_tokens
                 rows.append(Rows(request, start, token_ids, int(is_last)))
         self._run(rows)
-        return [request for request, _, _, num_logits in rows if num_logits]
+        return [item.request for item in rows if item.num_logits]
 
     def _run(self, rows: list[Rows]) -> None:
         if not rows:
             return
-        for request, start, token_ids, _ in rows:
+        for request, start, token_ids, *_ in rows:
             for block_id in request.block_table[
                 start // self._block_size : cdiv(start + len(token_ids), self._block_size)
             ]:
                 self._held[block_id] = None
-        logits = iter(self._runner.run(rows)[:, : self._vocab_size])
-        for request, start, token_ids, num_logits in rows:
+        logits = iter(self._runner.run(rows).logits[:, : self._vocab_size])
+        for request, start, token_ids, num_logits, _ in rows:
             request.drafts.num_computed_tokens = start + len(token_ids)
             if num_logits:
                 self._sampler.guess(next(logits), request)

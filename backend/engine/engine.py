@@ -25,12 +25,14 @@ from backend.engine.params import (
     RequestClass,
     StepOutput,
     TokenLogprob,
+    check_embedding,
     check_params,
     check_token_ids,
 )
+from backend.engine.pooling import Pooler
 from backend.engine.progress import append_token, new_output, score_prompt
 from backend.engine.request import EngineRequest, Rows
-from backend.engine.runner import ModelRunner
+from backend.engine.runner import ModelRunner, StepResult
 from backend.engine.sampler import Guess, Sampler
 from backend.engine.scheduler import Scheduled, Scheduler
 from backend.engine.speculate import NgramDrafter, Speculator
@@ -74,6 +76,7 @@ class LLMEngine:
         num_blocks = kv_cache_blocks(config, bytes_per_block)
         self.max_model_len = _context_len(config, model, num_blocks)
         self.vocab_size = min(model.vocab_size, tokenizer.vocab_size)  # models pad theirs
+        self.hidden_size = model.hidden_size
         self._model = model
         self._tokenizer = tokenizer
         self._config = config
@@ -101,16 +104,7 @@ class LLMEngine:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. InvalidGeneration when it could never run; nothing is kept of it then."""
         params, num_prompt_tokens = request.params, len(request.prompt_ids)
-        if request.request_id in self._requests:
-            message = f"request_id {request.request_id!r} is already being generated"
-            raise InvalidGeneration(message, "request_id")
-        check_params(
-            params,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            num_prompt_tokens=num_prompt_tokens,
-        )
-        check_token_ids(request.prompt_ids, "prompt", self.vocab_size)
+        self._check(request)
         seed = self._entropy() if params.seed is None else params.seed
         eos_ids = self._tokenizer.eos_ids
         engine_request = EngineRequest(
@@ -121,9 +115,7 @@ class LLMEngine:
             arrival_s=self._clock(),
             token_ids=list(request.prompt_ids),
             num_prompt_tokens=num_prompt_tokens,
-            max_output_tokens=self.max_model_len - num_prompt_tokens
-            if params.max_tokens is None
-            else params.max_tokens,
+            max_output_tokens=self._max_output_tokens(request),
             seed=seed & MASK64,
             root=root_digest(self._model.fingerprint, request.cache_salt, self._config.block_size),
             detokenizer=Detokenizer(params.stop),
@@ -133,12 +125,46 @@ class LLMEngine:
             grammar=request.grammar,
             markers=request.markers,
             objective=request.objective,
+            pooler=self._new_pooler(request),
         )
         if params.prompt_logprobs is not None:
             engine_request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], math.nan))
         self._num_arrivals += 1
         self._requests[request.request_id] = engine_request
         self._scheduler.add(engine_request)
+
+    def _check(self, request: GenerationRequest) -> None:
+        if request.request_id in self._requests:
+            message = f"request_id {request.request_id!r} is already being generated"
+            raise InvalidGeneration(message, "request_id")
+        if request.embedding is not None:
+            check_embedding(
+                request.embedding,
+                hidden_size=self.hidden_size,
+                max_model_len=self.max_model_len,
+                num_prompt_tokens=len(request.prompt_ids),
+            )
+        else:
+            check_params(
+                request.params,
+                vocab_size=self.vocab_size,
+                max_model_len=self.max_model_len,
+                num_prompt_tokens=len(request.prompt_ids),
+            )
+        param = "prompt" if request.embedding is None else "input"
+        check_token_ids(request.prompt_ids, param, self.vocab_size)
+
+    def _max_output_tokens(self, request: GenerationRequest) -> int:
+        if request.embedding is not None:
+            return 0
+        room, asked = self.max_model_len - len(request.prompt_ids), request.params.max_tokens
+        return room if asked is None else asked
+
+    def _new_pooler(self, request: GenerationRequest) -> Pooler | None:
+        if request.embedding is None:
+            return None
+        dimensions = request.embedding.dimensions or self.hidden_size
+        return Pooler(self._config.pooling, len(request.prompt_ids), dimensions)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks; nothing more comes out for it. Unknown ids are ignored."""
@@ -159,16 +185,17 @@ class LLMEngine:
         rows = [request.next_rows(num_tokens) for request, num_tokens in scheduled]
         try:
             masks = self._masks.begin([item.request.grammar for item in rows if item.num_draws])
-            logits = self._run(rows)[:, : self.vocab_size]
+            result = self._run(rows)
             masks.result()
         except Exception as exc:
             logger.exception("a step of %d requests failed", len(scheduled))
             return [self._fail(request, f"the model failed: {exc}") for request, _ in scheduled]
         outputs: list[StepOutput] = []
-        end = 0
-        for request_rows in rows:
-            start, end = end, end + request_rows.num_logits
-            output = self._advance(request_rows, logits[start:end])
+        for item, logits, hidden in result.by_request(rows):
+            if item.request.pooler is None:
+                output = self._advance(item, logits[:, : self.vocab_size])
+            else:
+                output = self._embed(item, item.request.pooler, hidden)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -217,15 +244,15 @@ class LLMEngine:
         self._speculator.propose([r for r, _ in scheduled if r.drafts.num_granted > 0])
         return scheduled
 
-    def _run(self, rows: list[Rows]) -> np.ndarray:
+    def _run(self, rows: list[Rows]) -> StepResult:
         started_s = self._clock()
-        logits = self._runner.run(rows)
+        result = self._runner.run(rows)
         self._step_end_s = self._clock()
         seconds = self._step_end_s - started_s
         self._scheduler.record_step(sum(len(item.token_ids) for item in rows), seconds)
         if self._speculator is not None:
             self._speculator.record_step(rows, seconds)
-        return logits
+        return result
 
     def _advance(self, rows: Rows, logits: np.ndarray) -> StepOutput | None:
         """Take over what a step computed of one request -> None while its tokens are not all computed."""
@@ -277,6 +304,22 @@ class LLMEngine:
             self._speculator.record(request, output.token_ids)
             output.num_draft_tokens = drafts.num_proposed
             output.num_accepted_tokens = drafts.num_accepted
+        return output
+
+    def _embed(self, rows: Rows, pooler: Pooler, hidden: np.ndarray) -> StepOutput | None:
+        """Take over a chunk of a prompt that becomes a vector -> None until its last. Blocks are never published."""
+        request = rows.request
+        pooler.add(hidden)
+        request.num_computed_tokens = rows.start + len(rows.token_ids)
+        if request.num_wanted_tokens:
+            return None
+        vector = pooler.vector()
+        if vector is None:
+            return self._fail(request, "the model's hidden states are not numbers")
+        self._totals["prompt"] += request.num_prompt_tokens
+        output = new_output(request)
+        output.finish_reason, output.embedding = "stop", vector.astype("<f4").tobytes()
+        self._finish(request)
         return output
 
     def _fail(self, request: EngineRequest, error: str) -> StepOutput:

@@ -15,7 +15,11 @@ MIN_CHUNK = 32  # rows of prefill that a step always has room for: below, its fi
 IDLE_STEP_S = 0.1  # a step without online work: an arrival waits for its end
 DECODE_STRETCH = 1.5  # of an online step whose rows have no TPOT objective
 PREFILL_STRETCH = 1.2  # of a step with online prefill in it
-SAFETY = 0.9
+PREFILL_GAP, BACKGROUND_GAP = (
+    4.0,
+    1.5,
+)  # TPOT objectives between two tokens, where there is slack for it
+SAFETY = 0.9  # of a TPOT objective is aimed at
 _PRIOR_S_PER_ROW = 0.001
 _DECAY = 0.95  # of a step's weight, with each step after it
 _MAX_SURPRISE = (
@@ -76,7 +80,7 @@ class Pace:
 
     def prefill_rows(self, decoding: Sequence[EngineRequest], now_s: float) -> int | None:
         """Rows of online prefill beside these online decoding rows; None: no objective limits it."""
-        limit_s = _tightest_s(decoding, now_s)
+        limit_s = _tightest_s(decoding, now_s, PREFILL_GAP)
         if limit_s is None or not self.step_time.is_known:
             return None
         return max(MIN_CHUNK, self.step_time.rows_within(limit_s) - len(decoding))
@@ -92,11 +96,11 @@ class Pace:
 
         `decoding` and `prefilling` are the online requests, those that wait for admission among the latter.
         """
-        if not self.step_time.is_known or not (decoding or prefilling):
+        if not self.step_time.is_known:
             return None
         online_s = self.step_time.seconds(num_online_rows)
         limits = [DECODE_STRETCH * online_s] if _any_without_objective(decoding) else []
-        if (tightest_s := _tightest_s(decoding, now_s)) is not None:
+        if (tightest_s := _tightest_s(decoding, now_s, BACKGROUND_GAP)) is not None:
             limits.append(tightest_s)
         if prefilling:
             limits.append(self._beside_prefill_s(online_s, prefilling, now_s))
@@ -105,11 +109,11 @@ class Pace:
             0 if prefilling else 1, self.step_time.rows_within(min(limits)) - num_online_rows
         )
 
-    def idle_rows(self) -> int | None:
-        """Background prefill of a step that nobody waits for; None: not known yet."""
+    def idle_rows(self, num_decoding: int) -> int | None:
+        """Rows of a step that nobody waits for, all those that decode among them; None: no limit is known."""
         if not self.step_time.is_known:
             return None
-        return max(MIN_CHUNK, self.step_time.rows_within(IDLE_STEP_S))
+        return max(num_decoding + MIN_CHUNK, self.step_time.rows_within(IDLE_STEP_S))
 
     def _beside_prefill_s(
         self, online_s: float, prefilling: Sequence[EngineRequest], now_s: float
@@ -125,11 +129,17 @@ def _any_without_objective(decoding: Sequence[EngineRequest]) -> bool:
     return any(request.tpot_s is None for request in decoding)
 
 
-def _tightest_s(decoding: Sequence[EngineRequest], now_s: float) -> float | None:
-    """How long a step may take for all next tokens to come in time; None: none of these has an objective."""
+def _tightest_s(
+    decoding: Sequence[EngineRequest], now_s: float, longest_gap: float
+) -> float | None:
+    """How long a step may take for all next tokens to come in time; None: none of these has an objective.
+
+    No gap is longer than `longest_gap` objectives, however early the tokens so far came, nor shorter than half of one.
+    """
     allowed: list[float] = []
     for request in decoding:
         if request.tpot_s is not None:
-            left_s = request.next_token_due_s - now_s
-            allowed.append(min(max(left_s, 0.5 * request.tpot_s), 1.5 * request.tpot_s))
-    return SAFETY * min(allowed) if allowed else None
+            tpot_s = SAFETY * request.tpot_s
+            left_s = request.next_token_due_s(tpot_s) - now_s
+            allowed.append(min(max(left_s, 0.5 * tpot_s), longest_gap * tpot_s))
+    return min(allowed) if allowed else None

@@ -46,6 +46,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # the same of every prompt token
 
 
+Pooling = Literal["mean", "last"]
+
+
+class EmbeddingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """In place of an answer, one vector of the prompt."""
+
+    dimensions: int | None = None  # None: as many as the model's hidden states have
+
+
 class TokenConstraint(Protocol):
     """Which tokens may come next; `backend.engine.grammar.TokenGrammar` is one. It follows one request's tokens."""
 
@@ -79,6 +88,7 @@ class GenerationRequest(msgspec.Struct):
         default_factory=dict[int, bytes]
     )
     objective: Objective = Objective()
+    embedding: EmbeddingParams | None = None  # then `params` say nothing
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -114,6 +124,7 @@ class StepOutput(msgspec.Struct):
     num_draft_tokens: int = 0  # guessed so far
     num_accepted_tokens: int = 0  # of those, right
     mean_logprob: float = 0.0  # of the tokens generated so far, where `logprobs` are asked for
+    embedding: bytes = b""  # float32, little-endian, of length 1; then there is no other output
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -185,6 +196,21 @@ def check_params(
             message = f"logit_bias must be between -100 and 100, got {bias} for token {token_id}"
             raise InvalidGeneration(message, "logit_bias")
     _check_length(params, max_model_len, num_prompt_tokens)
+
+
+def check_embedding(
+    params: EmbeddingParams, *, hidden_size: int, max_model_len: int, num_prompt_tokens: int
+) -> None:
+    """Raise InvalidGeneration, naming the field and the limit, unless a vector of these could be made."""
+    dimensions = params.dimensions
+    if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        message = f"dimensions must be between 1 and {hidden_size}, got {dimensions}"
+        raise InvalidGeneration(message, "dimensions")
+    if num_prompt_tokens < 1:
+        raise InvalidGeneration("the input is empty: it needs at least one token", "input")
+    if num_prompt_tokens > max_model_len:
+        message = f"the maximum context length is {max_model_len} tokens; the input has {num_prompt_tokens}"
+        raise InvalidGeneration(message, "input", "context_length_exceeded")
 
 
 def check_token_ids(token_ids: Iterable[int], param: str, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from backend.engine.params import (
     TokenConstraint,
     TokenLogprob,
 )
+from backend.engine.pooling import Pooler
 
 
 class Status(Enum):
@@ -46,8 +47,10 @@ class EngineRequest:
     grammar: TokenConstraint | None = None  # None: every token is legal
     markers: dict[int, bytes] = field(default_factory=dict[int, bytes])  # special tokens to show
     objective: Objective = Objective()
+    pooler: Pooler | None = None  # a vector is wanted in place of an answer
 
     served_as: RequestClass = field(init=False)  # its class, or a better one while it is the guest
+    is_online: bool = field(init=False)  # served as one that somebody waits for
     deadline_s: float = field(init=False)  # of the first token
     moved_s: float = field(init=False)  # when it last had a place in a step, or arrived
     rank_s: float = field(
@@ -70,7 +73,7 @@ class EngineRequest:
     sum_logprobs: float = 0.0  # of the output, where logprobs are asked for
 
     def __post_init__(self) -> None:
-        self.served_as = self.klass
+        self.served_as, self.is_online = self.klass, urgency.is_online(self.klass)
         self.deadline_s = urgency.deadline_s(self.arrival_s, self.klass, self.objective)
         self.moved_s, self.rank_s = self.arrival_s, self.deadline_s
 
@@ -100,7 +103,12 @@ class EngineRequest:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many tokens at its front may come from the cache: the rows behind them are needed for their logits."""
+        """How many tokens at its front may come from the cache: the rows behind them are needed for their logits.
+
+        A vector needs them all.
+        """
+        if self.pooler is not None:
+            return 0
         if self.num_unscored_tokens:
             return len(self.prompt_logprobs) - 1
         return len(self.token_ids) - 1
@@ -108,28 +116,23 @@ class EngineRequest:
     @property
     def is_decoding(self) -> bool:
         """All known tokens are computed but the last."""
-        return self.num_wanted_tokens == 1
-
-    @property
-    def is_online(self) -> bool:
-        """Served as one that somebody waits for."""
-        return urgency.is_online(self.served_as)
+        return len(self.token_ids) - self.num_computed_tokens == 1
 
     @property
     def tpot_s(self) -> float | None:
         return None if self.objective.tpot_ms is None else self.objective.tpot_ms / 1000
 
-    @property
-    def next_token_due_s(self) -> float:
-        """When the next token keeps the TPOT objective, counted from the first; infinity without one."""
-        if self.tpot_s is None or self.first_token_s is None:
+    def next_token_due_s(self, tpot_s: float) -> float:
+        """When the next token keeps that pace, counted from the first; infinity before there was one."""
+        if self.first_token_s is None:
             return math.inf
-        return self.first_token_s + self.num_output_tokens * self.tpot_s
+        return self.first_token_s + self.num_output_tokens * tpot_s
 
     @property
     def queue_rank(self) -> tuple[RequestClass, bool, float, int]:
-        """Smallest first: class, then whoever was preempted, then deadline and length, then arrival."""
-        return self.served_as, self.num_preemptions == 0, self.rank_s, self.arrival
+        """Smallest first: class, then whoever was preempted by arrival, then the others by deadline and length."""
+        rank_s = 0.0 if self.num_preemptions else self.rank_s
+        return self.served_as, self.num_preemptions == 0, rank_s, self.arrival
 
     @property
     def run_rank(self) -> tuple[RequestClass, int]:
@@ -138,7 +141,7 @@ class EngineRequest:
 
     def serve_as(self, klass: RequestClass) -> None:
         """Rank it from here on like one of that class that came when it did."""
-        self.served_as = klass
+        self.served_as, self.is_online = klass, urgency.is_online(klass)
         self.deadline_s = min(
             self.deadline_s, urgency.deadline_s(self.arrival_s, klass, Objective())
         )
@@ -147,6 +150,8 @@ class EngineRequest:
         """The next `num_tokens` to compute, guesses included as far as there are any."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         token_ids = self.token_ids[start:end]
+        if self.pooler is not None:
+            return Rows(self, start, token_ids, 0, self.pooler.num_wanted(start, end))
         token_ids += self.drafts.token_ids[: num_tokens - len(token_ids)]
         end = start + len(token_ids)
         first = self.max_cached_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
@@ -160,16 +165,26 @@ class EngineRequest:
             self.grammar.accept(token_id)
 
     def extend_keys(self, block_size: int) -> None:
-        extend_keys(self.block_keys, self.root, self.token_ids, block_size)
+        """None for a vector's: it shares no block, and thousands of texts read once must not push out prompts."""
+        if self.pooler is None:
+            extend_keys(self.block_keys, self.root, self.token_ids, block_size)
 
 
 class Rows(NamedTuple):
-    """Tokens of one request that a forward pass computes; the logits behind the last `num_logits` are wanted."""
+    """Tokens of one request that a forward pass computes.
+
+    Of the last `num_logits` the logits are wanted, of the last `num_hidden` the hidden states.
+    """
 
     request: EngineRequest
     start: int  # position of the first
     token_ids: list[int]
     num_logits: int
+    num_hidden: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        return max(self.num_logits, self.num_hidden)
 
     @property
     def num_draws(self) -> int:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from backend.engine.request import EngineRequest, Rows
 from backend.models.batch import Batch, Model, cdiv
+
+
+class StepResult(NamedTuple):
+    """What a step made, in the order of its rows."""
+
+    logits: np.ndarray  # [sum of num_logits, vocab_size] float32
+    hidden: np.ndarray  # [sum of num_hidden, hidden_size] float32
+
+    def by_request(self, rows: Sequence[Rows]) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
+        """The logits and hidden states of each of the step's rows."""
+        num_logits = num_hidden = 0
+        for item in rows:
+            logits = self.logits[num_logits : num_logits + item.num_logits]
+            hidden = self.hidden[num_hidden : num_hidden + item.num_hidden]
+            yield item, logits, hidden
+            num_logits, num_hidden = num_logits + item.num_logits, num_hidden + item.num_hidden
 
 
 class ModelRunner:
@@ -26,12 +43,18 @@ class ModelRunner:
         self._device = self._kv.device
         self._block_rows = block_rows
 
-    def run(self, rows: Sequence[Rows]) -> np.ndarray:
-        """Compute one step -> the logits wanted, in the order of `rows`, [sum of num_logits, vocab_size] float32."""
+    def run(self, rows: Sequence[Rows]) -> StepResult:
+        """Compute one step."""
         batch = self._batch(rows)
         with torch.inference_mode():
-            logits = self._model.forward(batch, self._kv)
-        return logits.cpu().numpy()
+            if not any(item.num_hidden for item in rows):
+                logits = self._model.forward(batch, self._kv)
+                return StepResult(logits.cpu().numpy(), np.empty((0, self._model.hidden_size)))
+            hidden = self._model.hidden_states(batch, self._kv)
+            for_logits = self._tensor(np.fromiter(_outputs(rows, "num_logits"), np.int64))
+            logits = self._model.logits(hidden[for_logits])
+            wanted = self._tensor(np.fromiter(_outputs(rows, "num_hidden"), np.int64))
+            return StepResult(logits.cpu().numpy(), hidden[wanted].cpu().numpy())
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold NaN: attention gives unwritten slots weight 0, and 0 x NaN is NaN."""
@@ -47,12 +70,13 @@ class ModelRunner:
         slots = np.empty(num_seqs, np.int64)
         logits_rows: list[int] = []
         query_start, context_lens = [0], list[int]()
-        for i, (request, start, tokens, num_logits) in enumerate(rows):
+        for i, item in enumerate(rows):
+            request, start, tokens = item.request, item.start, item.token_ids
             starts[i], counts[i], slots[i] = start, len(tokens), request.slot
             token_ids += tokens
             query_start.append(len(token_ids))
             context_lens.append(start + len(tokens))
-            logits_rows += range(len(token_ids) - num_logits, len(token_ids))
+            logits_rows += range(len(token_ids) - item.num_outputs, len(token_ids))
             self._mirror_blocks(request)
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
         block_index, offset = np.divmod(positions, self._block_size)
@@ -80,3 +104,11 @@ class ModelRunner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _outputs(rows: Sequence[Rows], count: str) -> Iterator[int]:
+    """Which of the step's outputs are the last `count` (a field of `Rows`) of each request."""
+    end = 0
+    for item in rows:
+        end += item.num_outputs
+        yield from range(end - getattr(item, count), end)

@@ -25,7 +25,7 @@ class Batch:
     query_start: list[int]  # [num_seqs + 1]
     context_lens: list[int]  # [num_seqs]
     block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
-    logits_rows: Tensor  # [num_logits] int64: the rows whose next-token logits are wanted
+    logits_rows: Tensor  # [num_logits] int64: the rows whose logits, or hidden states, are wanted
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class Model(Protocol):
     """What the runner needs of a loaded model, whatever its family, number format or device."""
 
     vocab_size: int
+    hidden_size: int
     max_position: int  # longest context, in tokens
     fingerprint: str  # weights and all number formats: part of every prefix-cache key
     # How many tokens back any layer looks, the token itself included; None: some layer looks back to the beginning.
@@ -74,7 +75,18 @@ class Model(Protocol):
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache: ...
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Write the keys and values of every row, then return float32 logits `[num_logits, vocab_size]`."""
+        """Write the keys and values of every row, then return float32 logits `[num_logits, vocab_size]`.
+
+        The same as `logits(hidden_states(batch, kv))`.
+        """
+        ...
+
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
+        """Write keys and values, then return what the head reads: float32 `[num_logits, hidden_size]`, normed."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: `[rows, hidden_size]` -> float32 `[rows, vocab_size]`."""
         ...
 
 

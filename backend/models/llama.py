@@ -29,7 +29,6 @@ __all__ = ["Llama", "LlamaLayerWeights", "LlamaWeights", "read_llama_weights"]
 class Llama:
     """Implements `backend.models.batch.Model`."""
 
-    window: int | None = None
     is_batch_invariant = False  # matrix products of other sizes sum in another order
 
     def __init__(
@@ -52,6 +51,7 @@ class Llama:
         self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
         self.window = config.window
+        self.hidden_size = config.hidden_size
         formats = f"{dtype}-{activations}-{self.kv_dtype}".replace("torch.", "")
         self.fingerprint = f"{weights.fingerprint}-{formats}"
         self._embedding = weights.embed.dequantize().mul_(config.embedding_scale).to(dtype)
@@ -74,16 +74,23 @@ class Llama:
         values = [new_cache(shape, self.kv_dtype) for _ in layers]
         return KVCache(keys, values, block_size)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self.logits(self.hidden_states(batch, kv))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._lm_head(hidden.to(self.dtype)).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else softcapped(logits, cap)
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
         step = AttentionStep(batch.slot_mapping, kv, self._plans(batch, kv), self._rotations(batch))
         x = self._embedding.index_select(0, batch.token_ids)
         for layer in self._layers:
             x = layer(x, step)
         x = x.index_select(0, batch.logits_rows)
-        logits = self._lm_head(rms_normed(x, self._norm, self.config.rms_norm_eps)).float()
-        cap = self.config.logit_softcap
-        return logits if cap is None else softcapped(logits, cap)
+        return rms_normed(x, self._norm, self.config.rms_norm_eps).float()
 
     def _plans(self, batch: Batch, kv: KVCache) -> dict[int | None, AttentionPlan]:
         """One for all windows that no context of this step outgrows."""

@@ -32,7 +32,7 @@ def build_native(
     *,
     max_position: int | None = None,
     threads: int | None = None,
-    kv_dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     activations: str = "float32",
 ) -> NativeLlama | None:
     """None when this machine or this shape of model has no native tier; the portable one then serves.
@@ -78,7 +78,6 @@ def unsupported(config: ModelConfig) -> str | None:
 class NativeLlama:
     """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time."""
 
-    window: int | None = None
     is_batch_invariant = True
 
     def __init__(
@@ -88,12 +87,12 @@ class NativeLlama:
         *,
         max_position: int | None = None,
         threads: int | None = None,
-        kv_dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         activations: str = "float32",
     ) -> None:
         """`activations`: "float32" multiplies exactly, "int8" rounds them to bytes, 32 columns to a scale."""
         self.config = config
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = max_position or config.max_position
         self.window: int | None = None
         kv_dtype = kv_dtype or torch.float32
@@ -128,18 +127,42 @@ class NativeLlama:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
         """-> float32 logits [num_logits, vocab_size]. Raises ValueError for a batch that points outside."""
+        logits = torch.empty(len(batch.logits_rows), self.vocab_size)
+        self._step(batch, kv, logits=logits)
+        return logits
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
+        hidden = torch.empty(len(batch.logits_rows), self.hidden_size)
+        self._step(batch, kv, hidden_states=hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(torch.float32).contiguous()
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
+            raise ValueError(f"hidden must be [rows, {self.hidden_size}], got {list(hidden.shape)}")
+        logits = torch.empty(len(hidden), self.vocab_size)
+        if len(hidden) and self._library.tidegate_logits(
+            self._handle, hidden.data_ptr(), len(hidden), logits.data_ptr()
+        ):
+            raise MemoryError(f"no memory for the logits of {len(hidden)} rows")
+        return logits
+
+    def _step(self, batch: Batch, kv: KVCache, **outputs: Tensor) -> None:
+        """`outputs`: which of `logits` and `hidden_states` to fill."""
         cache = self._cache_format.pointers(kv)
         inputs = _StepInputs(batch)
-        logits = torch.empty(len(inputs.logits_rows), self.vocab_size)
         if not len(inputs.token_ids):
-            return logits
-        step = inputs.struct(cache, logits)
+            return
+        step = inputs.struct(cache)
+        for name, tensor in outputs.items():
+            setattr(step, name, tensor.data_ptr())
         fault = self._library.tidegate_forward(self._handle, ctypes.byref(step))
         if fault == b"out of memory":
             raise MemoryError(f"no memory for a step of {len(inputs.token_ids)} tokens")
         if fault:
             raise ValueError(f"{fault.decode()} of this step points outside its range")
-        return logits
 
     def _struct(self, weights: LlamaWeights) -> native_abi.Config:
         c = self.config
@@ -208,7 +231,8 @@ class _StepInputs:
                 f"block_tables must be [{num_seqs}, max_blocks], got {list(self.tables.shape)}"
             )
 
-    def struct(self, cache: CachePointers, logits: Tensor) -> native_abi.Step:
+    def struct(self, cache: CachePointers) -> native_abi.Step:
+        """Without the tensors to fill."""
         return native_abi.Step(
             num_tokens=len(self.token_ids),
             num_seqs=len(self.context_lens),
@@ -228,7 +252,6 @@ class _StepInputs:
             values=ctypes.addressof(cache.values),
             key_scales=_address(cache.key_scales),
             value_scales=_address(cache.value_scales),
-            logits=logits.data_ptr(),
         )
 
 

@@ -10,22 +10,20 @@ from gateway.endpoints.generation_body import (
     SERVICE_TIERS,
     Count,
     GenerationBody,
-    TokenId,
     check_generation,
     sampling_of,
     wants_usage,
 )
 from gateway.endpoints.json_body import BodyReader, without_bom
-from gateway.endpoints.openai_validation import empty_array, invalid_type, invalid_value, missing
+from gateway.endpoints.openai_validation import invalid_value
+from gateway.endpoints.text_or_ids import TextOrIds, read_text_or_ids
 from plugins.events import Json, Request, Sampling
 
 DEFAULT_MAX_TOKENS = 16
 
-PromptEntry = str | TokenId | list[TokenId]
-
 
 class CompletionsBody(GenerationBody, kw_only=True):
-    prompt: str | list[PromptEntry] | None = None
+    prompt: TextOrIds | None = None
     max_tokens: Count | None = None
     suffix: str | None = None
     echo: bool | None = None
@@ -45,7 +43,7 @@ def decode_completions(body: bytes, request_id: str, received_s: float) -> Reque
         dialect="completions",
         model=check_generation(completions),
         messages=[],
-        prompts=_read_prompts(completions.prompt),
+        prompts=read_text_or_ids("prompt", completions.prompt),
         sampling=_sampling(completions),
         stream=bool(completions.stream),
         include_usage=wants_usage(completions),
@@ -58,26 +56,6 @@ def decode_completions(body: bytes, request_id: str, received_s: float) -> Reque
         body=body,
         received_s=received_s,
     )
-
-
-def _read_prompts(prompt: str | list[PromptEntry] | None) -> list[str | list[int]]:
-    if prompt is None:
-        raise missing("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise empty_array("prompt")
-    tokens = [entry for entry in prompt if isinstance(entry, int)]
-    if len(tokens) == len(prompt):
-        return [tokens]
-    prompts = [entry for entry in prompt if not isinstance(entry, int)]
-    if tokens or len({type(entry) for entry in prompts}) > 1:
-        expected = "strings only, token ids only or arrays of token ids only"
-        raise invalid_type("prompt", f"an array of {expected}", prompt)
-    for i, entry in enumerate(prompts):
-        if entry == []:
-            raise empty_array(f"prompt[{i}]")
-    return prompts
 
 
 def _sampling(body: CompletionsBody) -> Sampling:

@@ -1,6 +1,6 @@
 """What each public API brings to the pipeline: a decoder of its bodies, and two encoders of the same events.
 
-`gateway/endpoints/inference.py` serves any object of this shape; chat and completions are the first two.
+`gateway/endpoints/inference.py` serves any object of this shape.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Endpoint(Protocol):
         """
         ...
 
-    def stream_encoder(self, request: Request) -> StreamEncoder: ...
+    def stream_encoder(self, request: Request) -> StreamEncoder:
+        """Asked for only where `decode` let a request say `stream`."""
+        ...
 
     def collector(self, request: Request) -> Collector: ...
 

@@ -10,9 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from gateway.endpoints.openai_answer import new_answer, started_or_made, usage_answer
-from plugins.errors import UpstreamError, UpstreamUnavailable
+from gateway.errors import as_error
+from plugins.errors import UpstreamUnavailable
 from plugins.events import (
-    CONTENT_EVENTS,
+    CHOICE_EVENTS,
     Event,
     Failed,
     Finished,
@@ -48,7 +49,7 @@ class OpenAICollector(ABC, Generic[_C]):
 
     def add(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, CONTENT_EVENTS):
+            if isinstance(event, CHOICE_EVENTS):
                 self._add_to_choice(event)
             elif isinstance(event, Started):
                 self._started = self._started or event
@@ -56,16 +57,13 @@ class OpenAICollector(ABC, Generic[_C]):
                 self._usage = event
             elif isinstance(event, Verbatim):
                 self._verbatim.append(event.data)
-            else:
+            elif isinstance(event, Failed):
                 self._failed = event
 
     def body(self) -> bytes:
         """Raises UpstreamError as it came, or UpstreamUnavailable where the answer is not whole."""
         if self._failed is not None:
-            failed = self._failed
-            raise UpstreamError(
-                failed.message, type=failed.type, code=failed.code, status=failed.status
-            )
+            raise as_error(self._failed)
         if self._verbatim:
             return b"".join(self._verbatim)
         if not self._finished or self._finished.keys() != self._open.keys():

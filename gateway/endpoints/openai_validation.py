@@ -79,5 +79,14 @@ def empty_array(path: str) -> InvalidRequest:
     )
 
 
+def too_long_array(path: str, max_length: int, length: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid '{path}': array too long. Expected an array with maximum length {max_length}, "
+        f"but got an array with length {length} instead.",
+        param=shown_param(path),
+        code="array_above_max_length",
+    )
+
+
 def malformed(why: str) -> InvalidRequest:
     return InvalidRequest(f"We could not parse the JSON body of your request: {why}.")

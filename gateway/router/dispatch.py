@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from gateway.accounting import RequestMeter
+from gateway.errors import as_error
 from gateway.queues.online import OnlineQueue
 from gateway.router import policy
 from gateway.router.routes import Route, Target
@@ -50,7 +51,7 @@ class Dispatcher:
             GatewayError: the client's own fault at once, else the last target's error.
         """
         last_error: GatewayError | None = None
-        for target in policy.choose(route):
+        for target in policy.choose(route, request.dialect):
             for attempt in range(1 + target.settings.max_retries):
                 meter.target_chosen(target.name)
                 call = Call(target.upstream_model, tenant, verbatim, attempt + 1, route.objective)
@@ -84,7 +85,7 @@ class Dispatcher:
                 async with aclosing(target.provider.stream(request, call)) as events:
                     async for batch in events:
                         if batch and isinstance(batch[-1], Failed):
-                            raise _as_error(batch[-1])
+                            raise as_error(batch[-1])
                         ended = ended or is_ended(batch)
                         if flowing:
                             yield batch
@@ -123,8 +124,3 @@ def _for_client(error: GatewayError) -> GatewayError:
     if isinstance(error, UpstreamError) and error.status in OWN_FAULTS:
         return UpstreamError(error.message, code=error.code or "upstream_refused")
     return error
-
-
-def _as_error(failed: Failed) -> UpstreamError:
-    """A provider may tell its failure as an event; from here on there is one way to fail."""
-    return UpstreamError(failed.message, type=failed.type, code=failed.code, status=failed.status)

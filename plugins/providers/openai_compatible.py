@@ -18,7 +18,7 @@ from plugins.providers.http_client import HTTPClient
 from plugins.providers.http_message import header_fault, header_lines, parse_base_url
 from plugins.providers.http_response import Response
 from plugins.providers.openai_body import rewrite_body
-from plugins.providers.openai_errors import ErrorReader
+from plugins.providers.openai_errors import ErrorReader, no_embeddings
 from plugins.providers.openai_reader import AnswerFormat, shape_of
 from plugins.providers.openai_request import encode_request
 from plugins.providers.openai_stream import StreamReader
@@ -37,6 +37,7 @@ class OpenAICompatible:
     """One `[[providers]]` table of this type, in one event loop."""
 
     dialects: frozenset[Dialect] = frozenset({"chat", "completions", "embeddings"})
+    embeds = True
 
     def __init__(
         self, settings: ProviderSettings, wall_clock: Callable[[], float] = time.time
@@ -71,7 +72,7 @@ class OpenAICompatible:
         response = await self._send(request, call)
         try:
             if not 200 <= response.status < 300:
-                raise await self._error(response)
+                raise await self._error(request, response)
             answer = AnswerFormat(self.name, request, call, self._errors, self._wall_clock)
             start = await _first_bytes(response)
             shape = shape_of(start, response.headers)
@@ -105,12 +106,13 @@ class OpenAICompatible:
         path = PATHS.get(request.dialect, CHAT_PATH)
         return await self._client.request("POST", path, headers, body, first_byte_s)
 
-    async def _error(self, response: Response) -> UpstreamError:
+    async def _error(self, request: Request, response: Response) -> UpstreamError:
         body = b""
         response.expect_end(GRACE_S)
         with suppress(UpstreamError):  # the status says enough
             body = await response.read(MAX_ERROR_BYTES)
-        return self._errors.from_answer(response.status, response.headers, body)
+        error = self._errors.from_answer(response.status, response.headers, body)
+        return no_embeddings(error) if request.dialect == "embeddings" else error
 
 
 async def _first_bytes(response: Response) -> bytes:

@@ -15,6 +15,7 @@ from plugins.secrets import Secret, redact
 
 MAX_MESSAGE_CHARS = 2000
 MAX_WORD_CHARS = 200
+_NO_SUCH_PATH = ("Not Found", "File Not Found")  # of FastAPI and vLLM, of llama-server
 _KEY_LIKE = re.compile(
     r"\b(?:sk|pk|rk|key|gsk|xai|hf)[-_][\w*.…-]{3,}|[\w-]*\*{3,}[\w*-]*|(?i:bearer)\s+[\w.~+/=*-]+"
 )
@@ -95,6 +96,22 @@ class ErrorReader:
             return max(0.0, when.timestamp() - self._wall_clock())
         except (ValueError, OverflowError):
             return None
+
+
+def no_embeddings(error: UpstreamError) -> UpstreamError:
+    """What a server answers that has models for text only: no such path, or not made. Then the request is at fault.
+
+    An error that names a model or a parameter says something else, and stays.
+    """
+    if error.status in (405, 501) or (error.status == 404 and error.message in _NO_SUCH_PATH):
+        return UpstreamError(
+            f"this model gives no embeddings: {error.message}",
+            param="model",
+            code="unsupported_parameter",
+            type="invalid_request_error",
+            status=400,
+        )
+    return error
 
 
 def is_error(document: Json, event: str = "message") -> bool:

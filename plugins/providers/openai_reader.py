@@ -8,9 +8,14 @@ from typing import Any, Literal
 from plugins.errors import UpstreamUnavailable
 from plugins.events import Event, Finished, Request, Started, Verbatim
 from plugins.interfaces import Call
-from plugins.providers.lenient_json import an_object, parse_json
+from plugins.providers.lenient_json import a_text, an_object, parse_json
 from plugins.providers.openai_answer import AnswerReader
 from plugins.providers.openai_calls import new_id
+from plugins.providers.openai_embeddings import (
+    BadEmbeddings,
+    read_embeddings,
+    verbatim_embeddings,
+)
 from plugins.providers.openai_errors import ErrorReader, is_error
 from plugins.providers.openai_state import AnswerState
 from plugins.providers.openai_stream import StreamReader
@@ -23,7 +28,6 @@ from plugins.providers.openai_wire import (
     Counts,
     TextAnswer,
     decode_chat_answer,
-    decode_embeddings_answer,
     decode_text_answer,
     started_of,
     usage_of,
@@ -112,15 +116,16 @@ class AnswerFormat:
         return _verbatim(started_of(answer), body, finished, answer.usage)
 
     def _read_embeddings(self, body: bytes) -> list[Event]:
-        """Vectors have no events of their own: they always pass as they are."""
-        try:
-            answer = decode_embeddings_answer(body)
-        except ODD:
-            self._parse(body)
-            raise self.unusable() from None
         model = self._call.upstream_model
-        started = Started(new_id("embd-"), model, int(self._wall_clock()))
-        return _verbatim(started, body, (Finished("stop"),), answer.usage)
+        events = verbatim_embeddings(body, self._request) if self._call.verbatim else None
+        if events is None:
+            document = an_object(self._parse(body))
+            model = a_text(document.get("model")) or model
+            try:
+                events = read_embeddings(document, len(self._request.prompts))
+            except BadEmbeddings as exc:
+                raise UpstreamUnavailable(f"provider {self._provider}: {exc}") from None
+        return [Started(new_id("embd-"), model, int(self._wall_clock())), *events]
 
     def _parse(self, body: bytes) -> Any:
         try:

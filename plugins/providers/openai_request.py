@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from plugins.events import Json, Request, ResponseFormat, Sampling, Tool, ToolChoice
+from plugins.events import EmbeddingForm, Json, Request, ResponseFormat, Sampling, Tool, ToolChoice
 from plugins.providers.openai_messages import encode_messages
 
 _encode = msgspec.json.Encoder().encode
@@ -17,6 +17,7 @@ def encode_request(request: Request, upstream_model: str) -> bytes:
     body: Json = {"model": upstream_model}
     if request.dialect == "embeddings":
         body["input"] = _one_or_all(request.prompts)
+        body |= _embedding(request.embedding)
     elif request.dialect == "completions":
         body["prompt"] = _one_or_all(request.prompts)
         body |= _sampling(request.sampling) | _completions_sampling(request.sampling)
@@ -76,6 +77,11 @@ def _completions_sampling(sampling: Sampling) -> Json:
             "best_of": sampling.best_of,
         }
     )
+
+
+def _embedding(form: EmbeddingForm) -> Json:
+    asked = form.encoding_format if form.encoding_format != "float" else None  # the default
+    return _given({"encoding_format": asked, "dimensions": form.dimensions})
 
 
 def _chat_fields(request: Request, own: bool) -> Json:

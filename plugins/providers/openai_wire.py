@@ -183,10 +183,18 @@ class TextAnswer(Head, kw_only=True):
     usage: Counts | None = None
 
 
-class EmbeddingsAnswer(Struct):
+class EmbeddingEntry(Struct, gc=False):
+    object: Literal["embedding"]
+    index: Index
+    embedding: Raw  # numbers, or base64 of them
+
+
+class EmbeddingsAnswer(Struct, kw_only=True):
     object: Literal["list"]
-    data: Annotated[list[Raw], Meta(min_length=1)]
-    usage: Counts | None = None
+    data: list[EmbeddingEntry]
+    model: Text
+    usage: Counts
+    error: Never = 0
 
 
 decode_chat_chunk = msgspec.json.Decoder(ChatChunk).decode

@@ -198,6 +198,17 @@ async def test_closing_the_generator_frees_the_engine_row(worker: WorkerProcess)
         assert provider.stats()["kv_blocks_free"] == ToyEngine.num_blocks
 
 
+async def test_running_requests_are_counted_by_class(worker: WorkerProcess) -> None:
+    request = chat(max_tokens=ENDLESS)
+    request.klass = "batch"
+    async with connected(worker) as provider:
+        async with aclosing(provider.stream(request, Call("m"))) as batches:
+            await anext(batches)
+            await until(lambda: provider.stats().get("requests_running_batch") == 1)
+        assert provider.stats()["requests_running_interactive"] == 0
+        assert provider.stats()["requests_waiting_batch"] == 0
+
+
 async def test_a_cancelled_reader_frees_the_engine_row(worker: WorkerProcess) -> None:
     async with connected(worker) as provider:
         with anyio.move_on_after(0.1):

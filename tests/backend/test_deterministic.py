@@ -14,6 +14,8 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import LLMEngine
 from backend.engine.params import GenerationRequest, RequestClass, StepOutput, TokenLogprob
 from backend.models.loader import LoadedModel, load_model
+from backend.options import EngineOptions, WorkerSettings
+from backend.worker import LoadFault, load_engine
 from tests.backend import tiny_llama
 from tests.backend.toy_model import ToyModel, new_engine, request, run
 
@@ -81,6 +83,13 @@ def test_forty_neighbours_change_no_bit(loaded: LoadedModel):
     assert numbers(together) == cold(loaded, prompt)
 
 
+def test_guesses_change_no_bit(loaded: LoadedModel):
+    item = request("a", prompt_of(loaded, 6) * 5, max_tokens=40, logprobs=20)
+    guessed = run(engine(loaded, speculative="ngram"), item)["a"]
+    assert guessed.num_draft_tokens > 0
+    assert numbers(guessed) == numbers(run(engine(loaded), item)["a"])
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_no_history_changes_a_bit(loaded: LoadedModel, data: st.DataObject):
@@ -102,6 +111,14 @@ def test_no_history_changes_a_bit(loaded: LoadedModel, data: st.DataObject):
     outputs = run(running, *others, asked("a", prompt))
     again = run(running, asked("again", prompt))["again"]
     assert numbers(outputs["a"]) == numbers(again) == cold(loaded, prompt)
+
+
+def test_a_worker_of_a_model_that_cannot_ends_with_one_line(tmp_path: Path):
+    folder = tiny_llama.write_folder(tmp_path / "tiny", tiny_llama.tensors())
+    options = EngineOptions(dtype="bfloat16", num_blocks=8, deterministic=True)
+    with pytest.raises(LoadFault, match=r"^deterministic: ") as caught:
+        load_engine(WorkerSettings("local/0", "", str(folder), "", options=options))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_that_cannot_is_refused_in_one_sentence():

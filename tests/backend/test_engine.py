@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -175,7 +176,9 @@ def test_random_arrivals_and_aborts_leak_nothing_and_change_no_text(data: st.Dat
             data.draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=20), max_size=8))
         )
     ]
+    tick_s = data.draw(st.sampled_from([0.0, 0.01, 5.0]))  # between two looks at the clock
     engine = new_engine(
+        clock=itertools.count(0.0, tick_s).__next__,
         num_blocks=data.draw(st.integers(8, 20)),
         max_num_seqs=data.draw(st.integers(1, 6)),
         max_num_batched_tokens=data.draw(st.sampled_from([1, 5, 64])),
@@ -586,12 +589,9 @@ def test_stats_count_evicted_blocks():
     assert engine.stats().num_evictions > 0
 
 
-def test_measured_steps_keep_batch_rows_out_of_the_way_of_online_tokens():
+def test_every_class_comes_to_its_end_while_time_passes():
     """Each look at the clock takes 10 ms, so a step takes 10 ms whatever is in it: rows cost nothing."""
-    now_s = iter(i * 0.01 for i in range(10**6))
-    engine = LLMEngine(
-        ToyModel(), ToyTokenizer(), EngineConfig(num_blocks=64), clock=now_s.__next__
-    )
+    engine = new_engine(clock=itertools.count(0.0, 0.01).__next__)
     requests = [request(str(i), [i + 1] * 5, RequestClass(i % 4), max_tokens=8) for i in range(8)]
     assert {out.num_output_tokens for out in run(engine, *requests).values()} == {8}
 

@@ -19,7 +19,7 @@ from backend.models.layers import inverse_frequencies
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.quantized import in_quantization
 from tests.backend import tiny_llama
-from tests.backend.tiny_llama import CONFIG, dense_logits, make_batch, step
+from tests.backend.tiny_llama import CONFIG, dense_hidden, dense_logits, make_batch, step
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 IDS = [3, 40, 41, 200, 7, 7, 99, 150, 31, 12, 64, 5, 77, 180, 21, 90, 33, 34, 35, 36, 37, 210, 8]
@@ -97,6 +97,14 @@ def test_a_mixed_step_gives_every_sequence_its_own_answer(llama: Llama) -> None:
     for got, prompt in zip(logits, prompts, strict=True):
         wanted = dense_logits(tiny_llama.tensors(), prompt)[-1].float()
         assert (got - wanted).abs().max() < TOLERANCE[torch.float32]
+
+
+def test_hidden_states_equal_the_dense_formula(llama: Llama) -> None:
+    kv = llama.new_kv_cache(8, 4)
+    batch = make_batch(kv, [IDS], [len(IDS)], [list(range(8))])
+    batch.logits_rows = torch.arange(len(IDS))
+    wanted = dense_hidden(tiny_llama.tensors(), IDS).float()
+    assert (llama.hidden_states(batch, kv) - wanted).abs().max() < TOLERANCE[torch.float32]
 
 
 def test_only_the_wanted_rows_have_logits(llama: Llama) -> None:

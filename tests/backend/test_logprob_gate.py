@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from backend.engine.params import StepOutput, TokenLogprob
 from backend.logprobs import LogprobGate
 
 
 class Tokenizer:
-    pieces = ("<s>", "ab", "c")
+    pieces = (b"<s>", b"ab", b"c", b"\xf0\x9f", b"\x98\x80", b"\x80", b"\xff")
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.pieces[token_id].encode() if token_id else b""
+        return self.pieces[token_id] if token_id else b""
 
     def token_text(self, token_id: int) -> str:
-        return self.pieces[token_id]
+        return self.pieces[token_id].decode(errors="replace")
 
 
 def offsets(echo: str, prompt: list[int]) -> list[int]:
@@ -38,3 +40,27 @@ def test_a_prompt_without_text_still_has_its_entries():
 
 def test_the_answer_begins_behind_the_echo_even_if_its_tokens_spell_it_otherwise():
     assert offsets("abcc", [1, 2]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "begins"),
+    [
+        ([1, 3, 4, 2], [0, 2, 2, 3]),  # ab😀c
+        ([3, 2, 1], [0, 1, 2]),  # \ufffdcab
+        ([3, 3, 4], [0, 1, 1]),  # \ufffd😀
+        ([3, 6, 1], [0, 1, 2]),  # \ufffd\ufffdab
+        ([5, 2], [0, 1]),  # \ufffdc
+    ],
+    ids=str,
+)
+def test_a_token_behind_a_broken_character_begins_behind_it(
+    token_ids: list[int], begins: list[int]
+):
+    text = b"".join(Tokenizer.pieces[i] for i in token_ids).decode(errors="replace")
+    entries = [TokenLogprob(token_id, -1.0) for token_id in token_ids]
+    output = StepOutput("r", token_ids, text, entries, finish_reason="length")
+    made = LogprobGate(Tokenizer()).pass_through(output)
+    assert [entry.text_offset for entry in made] == begins
+    echoed = StepOutput("r", prompt_logprobs=entries, finish_reason="length")
+    made = LogprobGate(Tokenizer(), text).pass_through(echoed)
+    assert [entry.text_offset for entry in made] == begins

@@ -128,6 +128,28 @@ def test_a_mixed_step_equals_the_portable_model(model: NativeLlama):
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
+def test_hidden_states_and_the_head_make_the_same_bits_as_a_step(model: NativeLlama):
+    batch = make_batch((ids(9), 0, [0]), (ids(2, seed=1), 0, [1]), every_row=True)
+    hidden = model.hidden_states(batch, model.new_kv_cache(2, BLOCK_SIZE))
+    logits = model.forward(batch, model.new_kv_cache(2, BLOCK_SIZE))
+    assert torch.equal(model.logits(hidden), logits)
+
+
+def test_hidden_states_equal_those_of_the_portable_model(model: NativeLlama):
+    batch = make_batch((ids(30), 0, [0, 1]), every_row=True)
+    kv_dtype = next(model.new_kv_cache(1, BLOCK_SIZE).tensors()).dtype
+    models = model, Llama(random_weights(), torch.float32, kv_dtype=kv_dtype)
+    results = [m.hidden_states(batch, m.new_kv_cache(2, BLOCK_SIZE)) for m in models]
+    tolerance = 1e-4 if kv_dtype == torch.float32 else 1e-2  # a value between two codes
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_the_head_takes_no_rows_and_refuses_rows_of_another_width(model: NativeLlama):
+    assert model.logits(torch.empty(0, CONFIG.hidden_size)).shape == (0, CONFIG.vocab_size)
+    with pytest.raises(ValueError, match="hidden must be"):
+        model.logits(torch.empty(1, 3))
+
+
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q5_0"])
 def test_other_weight_formats_equal_the_portable_model(kind: str):
     config = dataclasses.replace(CONFIG, hidden_size=256, num_heads=8, intermediate_size=256)

@@ -64,7 +64,7 @@ def test_before_anything_is_measured_nothing_is_limited():
     pace = Pace()
     assert pace.background_rows(2, online, [], 0.0) is None
     assert pace.prefill_rows(online, 0.0) is None
-    assert pace.idle_rows() is None
+    assert pace.idle_rows(1) is None
 
 
 def pace_of(base_s: float, row_s: float) -> Pace:
@@ -85,8 +85,8 @@ def test_tokens_ahead_of_their_deadlines_make_room_for_background_rows():
     request.append(7)
     request.first_token_s = 0.0
     early, late = (pace.background_rows(1, [request], [], now_s) for now_s in (-1.0, 1.0))
-    assert early == pytest.approx(46, abs=2)  # 0.9 x 1.5 x 50 ms
-    assert late == pytest.approx(1, abs=1)  # 0.9 x 0.5 x 50 ms
+    assert early == pytest.approx(46, abs=2)  # 1.5 x 45 ms
+    assert late == pytest.approx(1, abs=1)  # half of 45 ms
 
 
 def test_one_row_is_let_in_however_tight_it_is():
@@ -108,8 +108,12 @@ def test_a_prompt_with_time_lets_a_fifth_more_in():
 
 
 def test_online_prefill_is_cut_to_what_token_deadlines_leave():
-    request = Steps().add("a", 4, tpot_ms=100)
-    assert pace_of(0.020, 0.001).prefill_rows([request], 0.0) == pytest.approx(114, abs=3)
+    pace, request = pace_of(0.020, 0.001), Steps().add("a", 4, tpot_ms=100)
+    request.append(7)
+    request.first_token_s = 0.0
+    in_time, early = (pace.prefill_rows([request], now_s) for now_s in (0.0, -9.0))
+    assert in_time == pytest.approx(69, abs=2)  # 90 ms
+    assert early == pytest.approx(339, abs=8)  # four times that
 
 
 def test_online_prefill_always_moves():
@@ -118,5 +122,9 @@ def test_online_prefill_always_moves():
 
 
 def test_a_step_nobody_waits_for_is_short_all_the_same():
-    rows = pace_of(0.020, 0.001).idle_rows()
+    rows = pace_of(0.020, 0.001).idle_rows(4)
     assert rows == pytest.approx((IDLE_STEP_S - 0.020) / 0.001, abs=3)
+
+
+def test_a_step_nobody_waits_for_has_room_for_all_rows_that_decode_and_some_prefill():
+    assert pace_of(0.020, 0.010).idle_rows(60) == 60 + MIN_CHUNK

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from backend.chat_reader import chat_reader
-from backend.engine.params import Objective, RequestClass, SamplingParams
+from backend.engine.params import EmbeddingParams, Objective, RequestClass, SamplingParams
 from backend.prompts import INLINE_CHARS, Prompt, PromptReader, Refused, make_rows
 from backend.protocol import Generate
 from tests.backend.toy_worker import BOS, ToyTemplate, ToyTemplateError, ToyTokenizer
@@ -42,6 +42,37 @@ def test_a_prompt_that_just_fits_leaves_room_for_one_token() -> None:
     assert len(prompt.token_ids) == 99
     with pytest.raises(Refused, match="resulted in 100 tokens"):
         read(Generate(1, SamplingParams(), prompts=["x" * 99]), max_model_len=100)
+
+
+def embed(*texts: str | list[int]) -> Generate:
+    return Generate(1, SamplingParams(), prompts=[*texts], embedding=EmbeddingParams(3))
+
+
+def test_a_text_to_embed_may_fill_the_context_and_the_one_that_does_not_fit_is_named() -> None:
+    (prompt,) = read(embed("x" * 99), max_model_len=100)
+    assert len(prompt.token_ids) == 100
+    with pytest.raises(
+        Refused, match=r"your input\[1\] resulted in 101 tokens\. Please"
+    ) as refused:
+        read(embed("x", "x" * 100), max_model_len=100)
+    assert (refused.value.param, refused.value.code) == ("input[1]", "context_length_exceeded")
+
+
+def test_token_ids_to_embed_are_checked_by_their_input() -> None:
+    with pytest.raises(Refused, match=r"input\[1\] holds token id 257") as refused:
+        read(embed([1], [257]))
+    assert refused.value.param == "input[1]"
+    with pytest.raises(Refused, match="input holds token id 257"):
+        read(embed([257]))
+
+
+def test_every_row_of_a_request_to_embed_wants_its_vector() -> None:
+    generate = embed("a", "b")
+    rows = make_rows(generate, read(generate), "1:")
+    assert [(row.request_id, row.embedding) for row in rows] == [
+        ("1:0", EmbeddingParams(3)),
+        ("1:1", EmbeddingParams(3)),
+    ]
 
 
 def test_a_template_that_knows_developers_sees_them() -> None:

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from backend.engine.params import Objective, RequestClass, SamplingParams
+from backend.engine.params import EmbeddingParams, Objective, RequestClass, SamplingParams
 from backend.request import template_messages, to_generate
 from plugins.errors import InvalidRequest, Unsupported
 from plugins.events import (
+    EmbeddingForm,
     Media,
     Message,
     Reasoning,
@@ -26,6 +27,30 @@ def chat(*messages: Message, **fields: Any) -> Request:
     return Request(
         "req_1", "chat", "m", messages=list(messages) or [Message("user", [Text("hi")])], **fields
     )
+
+
+def test_inputs_to_embed_go_as_they_are_with_their_tenant_and_class() -> None:
+    request = Request("r", "embeddings", "m", prompts=["a", [1]], klass="batch")
+    request.embedding = EmbeddingForm(dimensions=8)
+    generate = to_generate(request, "web")
+    assert (generate.prompts, generate.embedding) == (["a", [1]], EmbeddingParams(8))
+    assert (generate.klass, generate.cache_salt) == (RequestClass.BATCH, b"web\0")
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "klass", "expected"),
+    [
+        (16, "standard", RequestClass.STANDARD),
+        (17, "standard", RequestClass.FLEX),
+        (17, "interactive", RequestClass.FLEX),
+        (17, "batch", RequestClass.BATCH),
+    ],
+)
+def test_a_bulk_of_inputs_lets_others_go_first(
+    num_inputs: int, klass: Any, expected: RequestClass
+) -> None:
+    request = Request("r", "embeddings", "m", prompts=["a"] * num_inputs, klass=klass)
+    assert to_generate(request).klass is expected
 
 
 def test_text_parts_become_one_text() -> None:

@@ -38,8 +38,10 @@ class Checked(Steps):
     """Steps that look at what the scheduler hands out."""
 
     def step(self) -> dict[str, int]:
-        computed = super().step()
         scheduler = self.scheduler
+        has_work = bool(scheduler.waiting or scheduler.running)
+        computed = super().step()
+        assert bool(computed) == has_work
         assert sum(computed.values()) <= scheduler._max_num_batched_tokens
         assert scheduler.running == sorted(scheduler.running, key=lambda r: r.run_rank)
         assert scheduler.waiting == sorted(scheduler.waiting, key=lambda r: r.queue_rank)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
 
 from backend.engine.params import RequestClass
-from backend.engine.request import Status
+from backend.engine.request import EngineRequest, Status
+from backend.engine.scheduler import MAX_SKIPS
 from backend.engine.urgency import PATIENCE_S
 from tests.backend.virtual_steps import Steps
 
@@ -137,6 +139,40 @@ def test_batch_requests_leave_a_block_for_each_online_row():
     assert "batch" not in steps.step()
 
 
+def test_bursts_of_online_requests_meet_their_objectives_beside_endless_batch_work():
+    """Two online requests a second in bursts; a step takes 10 ms and 0.3 ms a row."""
+    rng = random.Random(1)
+    steps = Steps(num_blocks=2000, base_s=0.010, row_s=0.0003)
+    online: list[tuple[EngineRequest, float]] = []
+    arrival_s, num_batch = 0.0, 0
+    while steps.now_s < 20.0:
+        while sum(request.klass is BATCH for request in steps.scheduler.waiting) < 4:
+            num_batch += 1
+            tokens, prompt = rng.randint(50, 200), rng.randint(100, 400)
+            steps.add(f"batch {num_batch}", prompt, BATCH, max_tokens=tokens)
+        while arrival_s <= steps.now_s:
+            prompt = min(600, int(rng.lognormvariate(5, 0.8)) + 1)
+            request = steps.add(
+                f"online {len(online)}",
+                prompt,
+                INTERACTIVE,
+                max_tokens=rng.randint(10, 60),
+                ttft_ms=500,
+                tpot_ms=40,
+            )
+            online.append((request, steps.now_s))
+            arrival_s += rng.expovariate(4.0 if int(arrival_s / 10) % 2 else 0.6)
+        steps.step()
+    ended = [(r, at_s) for r, at_s in online if r.status is Status.FINISHED]
+    for request, arrived_s in ended:
+        first_s, *_, last_s = steps.token_times_s[request.request_id]
+        assert first_s - arrived_s <= 0.5
+        assert last_s - first_s <= 0.040 * (request.num_output_tokens - 1)
+    assert len(ended) > 30
+    batch = [times for name, times in steps.token_times_s.items() if name.startswith("batch")]
+    assert sum(map(len, batch)) > 20 * 400  # tokens a second
+
+
 # Nobody starves
 
 
@@ -206,6 +242,21 @@ def test_rows_paused_by_online_work_move_again_though_it_never_ends():
             steps.add(f"online {steps.now_s}", 200, INTERACTIVE, max_tokens=1)
         steps.step()
     assert all(request.status is Status.FINISHED for request in paused)
+
+
+def test_paused_rows_move_when_all_online_work_waits_for_the_blocks_they_hold():
+    steps = Steps(num_blocks=12, base_s=1.0, row_s=0.01, max_num_seqs=8)
+    holders = [steps.add(f"holder {i}", 8, BATCH, max_tokens=12) for i in range(2)]
+    for _ in range(3):
+        steps.step()
+    guest = steps.add("guest", 36, BATCH, max_tokens=1)
+    guest.moved_s -= PATIENCE_S[BATCH] + 10
+    steps.now_s += 2.0
+    guest.num_skipped = MAX_SKIPS
+    steps.step()
+    steps.add("online", 4, INTERACTIVE, max_tokens=1, ttft_ms=1)
+    steps.run_until(guest, max_steps=60)
+    assert all(request.status is Status.FINISHED for request in holders)
 
 
 # Preemption

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from backend.engine.params import StepOutput
 from backend.models.batch import Batch, KVCache
-from tests.backend.toy_model import ToyModel, new_engine, request, run
+from tests.backend.tiny_families import model
+from tests.backend.toy_model import ToyModel, ToyTokenizer, new_engine, request, run
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,15 +46,15 @@ def whole(outputs: dict[str, StepOutput]) -> dict[str, list[int]]:
 
 def reference(prompt: list[int], max_tokens: int) -> list[int]:
     """Greedy tokens of the windowed model over plain consecutive blocks, computed from the start for each token."""
-    model, ids = ToyModel(window=WINDOW), list(prompt)
-    kv = model.new_kv_cache(64, 4)
+    toy, ids = ToyModel(window=WINDOW), list(prompt)
+    kv = toy.new_kv_cache(64, 4)
     for _ in range(max_tokens):
         n = len(ids)
         positions = torch.arange(n)
         tables = torch.arange(64, dtype=torch.int32).unsqueeze(0)
         last = torch.tensor([n - 1])
         batch = Batch(torch.tensor(ids), positions, positions, [0, n], [n], tables, last)
-        ids.append(int(model.forward(batch, kv)[0].argmax()))
+        ids.append(int(toy.forward(batch, kv)[0].argmax()))
     return ids[len(prompt) :]
 
 
@@ -68,12 +69,12 @@ def test_freed_blocks_change_no_token(budget: int):
 
 
 def test_while_it_decodes_a_request_keeps_only_the_blocks_of_its_window():
-    model = WatchedWindow()
-    engine = new_engine(model, max_num_batched_tokens=4)
+    watched = WatchedWindow()
+    engine = new_engine(watched, max_num_batched_tokens=4)
     engine.add(request("a", PROMPT[:4], max_tokens=60))
     while engine.has_work:
         engine.step()
-    assert model.most_blocks == 4  # ten tokens lie in four blocks at most
+    assert watched.most_blocks == 4  # ten tokens lie in four blocks at most
 
 
 def test_many_long_answers_run_where_the_pool_holds_their_windows_only():
@@ -84,8 +85,8 @@ def test_many_long_answers_run_where_the_pool_holds_their_windows_only():
 
 
 def test_a_hit_needs_only_the_window_and_gives_the_same_text():
-    model = WatchedWindow()
-    engine = new_engine(model, num_blocks=40)
+    watched = WatchedWindow()
+    engine = new_engine(watched, num_blocks=40)
     cold = run(engine, request("cold", PROMPT))["cold"]
     warm = run(engine, request("warm", PROMPT))["warm"]
     assert warm.token_ids == cold.token_ids
@@ -131,3 +132,13 @@ def test_with_a_draft_model_blocks_stay_for_it():
     engine = new_engine(ToyModel(window=WINDOW), draft_model=ToyModel(seed=3))
     out = run(engine, request("a", PROMPT, max_tokens=30))["a"]
     assert out.token_ids == reference(PROMPT, 30)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3_moe_mixed"])
+def test_a_windowed_family_says_the_same_whether_its_blocks_are_freed_or_kept(family: str):
+    tokenizer = ToyTokenizer([bytes([65 + i % 26]) for i in range(96)])
+    requests = [request(str(i), PROMPT[i : i + 9 + i], max_tokens=24) for i in range(5)]
+    freed = run(new_engine(model(family), tokenizer, num_blocks=20), *requests)
+    keeping = model(family)
+    keeping.window = None
+    assert whole(freed) == whole(run(new_engine(keeping, tokenizer), *requests))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from backend.client import EngineProvider
@@ -17,8 +18,10 @@ from backend.connection import Replica
 from backend.options import EngineOptions, WorkerSettings
 from backend.protocol import encode_frame
 from gateway.endpoints.completions_encode import CompletionsCollector
-from plugins.errors import ContextLengthExceeded
+from plugins.errors import ContextLengthExceeded, InvalidRequest
 from plugins.events import (
+    Embedding,
+    EmbeddingForm,
     Finished,
     Message,
     Request,
@@ -111,6 +114,71 @@ async def test_many_streams_at_once_say_what_each_says_alone(worker: WorkerProce
                 await anyio.sleep(0.01)
         stats = provider.stats()
         assert stats["kv_blocks_free"] == stats["kv_blocks"] == NUM_BLOCKS
+
+
+async def vectors(provider: EngineProvider, *texts: str, dimensions: int | None = None) -> Any:
+    """[num_texts, dimensions]"""
+    request = Request("r", "embeddings", "m", prompts=[*texts], embedding=EmbeddingForm(dimensions))
+    async with aclosing(provider.stream(request, Call("m"))) as batches:
+        events = [event async for batch in batches for event in batch]
+    assert events[-2] == Finished("stop")
+    found = {event.index: event.values() for event in events if isinstance(event, Embedding)}
+    return np.array([found[i] for i in range(len(texts))])
+
+
+async def test_sentences_of_one_meaning_lie_nearer_than_those_of_another(
+    worker: WorkerProcess,
+) -> None:
+    async with Connected(worker) as provider:
+        found = await vectors(
+            provider,
+            "The cat sits on the mat.",
+            "A kitten is resting on a rug.",
+            "The stock market fell sharply today.",
+            "Share prices dropped on Wall Street.",
+        )
+    near = found @ found.T
+    assert found.shape == (4, 576)
+    assert min(near[0, 1], near[2, 3]) > near[:2, 2:].max() + 0.05
+
+
+async def test_vectors_beside_chats_are_those_of_each_alone(worker: WorkerProcess) -> None:
+    texts = [f"Text number {i}. " + "More of it. " * (2 * i) for i in range(6)]
+    async with Connected(worker) as provider:
+        alone = [await vectors(provider, text) for text in texts]
+        together, chats = [], []
+
+        async def chat(i: int) -> None:
+            chats.append(await answer(provider, greedy(i)))
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(4):
+                tasks.start_soon(chat, i)
+            together = await vectors(provider, *texts)
+        assert len(chats) == 4
+        np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-5)
+
+
+async def test_a_client_that_leaves_an_embeddings_request_frees_every_block(
+    worker: WorkerProcess,
+) -> None:
+    request = Request("r", "embeddings", "m", prompts=["word " * 50] * 50)
+    async with Connected(worker) as provider:
+        async with aclosing(provider.stream(request, Call("m"))) as batches:
+            async for batch in batches:
+                if any(isinstance(event, Embedding) for event in batch):
+                    break
+        with anyio.fail_after(30):
+            while provider.stats()["kv_blocks_free"] < NUM_BLOCKS:
+                await anyio.sleep(0.01)
+
+
+async def test_more_dimensions_than_the_model_has_are_refused(worker: WorkerProcess) -> None:
+    async with Connected(worker) as provider:
+        assert (await vectors(provider, "a", dimensions=7)).shape == (1, 7)
+        with pytest.raises(InvalidRequest, match="between 1 and 576, got 577") as caught:
+            await vectors(provider, "a", dimensions=577)
+    assert caught.value.param == "dimensions"
 
 
 async def test_the_demo_model_knows_the_capital_of_france(worker: WorkerProcess) -> None:

@@ -227,6 +227,14 @@ def dense_logits(
     weights: dict[str, Tensor], ids: list[int], config: ModelConfig = CONFIG
 ) -> Tensor:
     """Every position's logits, float64, no cache, no blocks, no fusion: the formula as the papers have it."""
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return dense_hidden(weights, ids, config) @ head.double().T
+
+
+def dense_hidden(
+    weights: dict[str, Tensor], ids: list[int], config: ModelConfig = CONFIG
+) -> Tensor:
+    """What the head of `dense_logits` reads: every position behind the last norm."""
     w = {name: tensor.double() for name, tensor in weights.items()}
     positions = torch.arange(len(ids), dtype=torch.float64)
     angles = torch.outer(positions, inverse_frequencies(config).double())
@@ -238,8 +246,7 @@ def dense_logits(
         h = _norm(x, w[p + "post_attention_layernorm.weight"], config)
         gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
         x = x + (gate * torch.sigmoid(gate) * up) @ w[p + "mlp.down_proj.weight"].T
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return _norm(x, w["model.norm.weight"], config) @ head.T
+    return _norm(x, w["model.norm.weight"], config)
 
 
 def _norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:

@@ -64,8 +64,8 @@ class ToyModel:
         num_layers: int = 2,
         window: int | None = None,
     ) -> None:
-        self.vocab_size = VOCAB_SIZE
         self.window = window
+        self.vocab_size, self.hidden_size = VOCAB_SIZE, dim
         self.max_position = max_position
         self.fingerprint = f"toy-{seed}"
         self.num_forwards = 0
@@ -96,6 +96,12 @@ class ToyModel:
         return KVCache(keys, values, block_size)
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self.logits(self.hidden_states(batch, kv))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self._head.T).float()
+
+    def hidden_states(self, batch: Batch, kv: KVCache) -> Tensor:
         self.num_forwards += 1
         self.num_tokens_seen.append(len(batch.token_ids))
         x = self._embed[batch.token_ids] + self._place[batch.positions]
@@ -105,7 +111,7 @@ class ToyModel:
             kv.values[layer].view(-1, self._dim)[batch.slot_mapping] = v
             x = x + self._attend(q, batch, kv, layer)
             x = x + torch.tanh(x @ self._mlp[layer].T)
-        return (x[batch.logits_rows] @ self._head.T).float()
+        return x[batch.logits_rows]
 
     def _attend(self, q: Tensor, batch: Batch, kv: KVCache, layer: int) -> Tensor:
         out = torch.empty_like(q)
@@ -149,6 +155,7 @@ def new_engine(
     model: ToyModel | None = None,
     tokenizer: ToyTokenizer | None = None,
     draft_model: ToyModel | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
     **config: object,
 ) -> LLMEngine:
     settings = {"block_size": 4, "num_blocks": 256, **config}
@@ -157,7 +164,7 @@ def new_engine(
         tokenizer or ToyTokenizer(),
         EngineConfig(**settings),  # pyright: ignore[reportArgumentType]
         draft_model=draft_model,
-        clock=lambda: 0.0,
+        clock=clock,
         entropy=iter(range(1, 10**6)).__next__,
     )
 

@@ -11,6 +11,7 @@ from backend.engine.detokenizer import Detokenizer
 from backend.engine.params import (
     EngineStats,
     GenerationRequest,
+    RequestClass,
     StepOutput,
     TokenLogprob,
     check_params,
@@ -150,8 +151,14 @@ class ToyEngine:
 
     def stats(self) -> EngineStats:
         free = self.num_blocks - len(self.rows)
+        classes = [row.request.klass for row in self.rows.values()]
         return EngineStats(
-            len(self.rows), 0, self.num_blocks, free, num_output_tokens=self.num_output
+            len(self.rows),
+            0,
+            self.num_blocks,
+            free,
+            num_output_tokens=self.num_output,
+            running_by_class=tuple(classes.count(klass) for klass in RequestClass),
         )
 
 

@@ -118,7 +118,7 @@ def test_an_empty_message_is_an_answer_all_the_same(message: Any) -> None:
         assert see(read_body(body(message), verbatim=verbatim)).finish == {0: "stop"}
 
 
-# -- Completions and embeddings --------------------------------------------------------------------
+# -- Completions -----------------------------------------------------------------------------------
 
 
 def text_chunk(text: str, finish: str | None = None, index: int = 0) -> dict[str, Any]:
@@ -156,24 +156,3 @@ def test_a_completions_body_passes_or_is_read() -> None:
     assert delta.text_offsets == (0, 1)
     assert delta.logprobs[0].logprob != delta.logprobs[0].logprob  # NaN: has none
     assert delta.logprobs[1].top[0].token == "c"
-
-
-def test_embeddings_pass_as_they_are_and_are_counted() -> None:
-    document = {
-        "object": "list",
-        "data": [{"object": "embedding", "index": 0, "embedding": [0.1]}],
-        "model": "e",
-        "usage": {"prompt_tokens": 3, "total_tokens": 3},
-    }
-    seen = see(read_body(document, dialect="embeddings", verbatim=False))
-    assert seen.bodies == [msgspec.json.encode(document)]
-    assert seen.usage is not None
-    assert (seen.usage.prompt_tokens, seen.usage.completion_tokens) == (3, 0)
-
-
-@pytest.mark.parametrize(
-    "document", [{"data": []}, {"error": {"message": "x", "code": 503}}, b"<html>"]
-)
-def test_embeddings_without_vectors_are_a_failure(document: Any) -> None:
-    with pytest.raises(UpstreamError):
-        read_body(document, dialect="embeddings")
