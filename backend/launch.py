@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from backend.extra import missing_extra
 from backend.models.demo import fetch_demo_model
 from backend.models.errors import ModelLoadError
 from backend.models.hub import fetch_hub_model
 from backend.options import WorkerSettings, option_faults, parse_options
+from backend.progress_bar import download_bar
 from backend.protocol import encode_frame
 from plugins.errors import GatewayError
 from plugins.interfaces import ProcessSpec, ProviderSettings, Runtime
 
-BACKEND_MODULES = ("torch", "numpy", "gguf", "tokenizers", "safetensors", "jinja2", "llguidance")
 DEMO, HUB = "demo", "hub:"
 
 
 def setting_faults(settings: ProviderSettings) -> list[str]:
     """What refuses the start, each as "key: what is wrong"."""
-    missing = [name for name in BACKEND_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        extra = "pip install 'tidegate[backend]'"
-        return [f'type: "engine" needs the backend extra: {extra} ({missing[0]} is missing)']
+    if fault := missing_extra():
+        return [f'type: "engine" {fault}']
     faults = _path_faults(settings.path) + option_faults(settings.engine)
     if not faults:
         options = parse_options(settings.engine)
@@ -52,7 +48,7 @@ def fetch_model(settings: ProviderSettings, runtime: Runtime) -> None:
     """
     try:
         if settings.path == DEMO:
-            with _progress("fetching the demo model") as report:
+            with download_bar("fetching the demo model") as report:
                 fetch_demo_model(runtime.data_dir, report)
         elif settings.path.startswith(HUB):
             fetch_hub_model(settings.path)  # shows its own progress
@@ -93,32 +89,6 @@ def _worker_settings(
         threads=threads,
         options=parse_options(settings.engine),
     )
-
-
-@contextmanager
-def _progress(description: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar that appears with the first report: a model that is there already shows nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True))
-    task = bar.add_task(description, total=None)
-
-    def report(done: int, total: int | None) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield report
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _draft_faults(path: str) -> list[str]:

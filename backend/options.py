@@ -22,7 +22,7 @@ class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "w8", "w4", "w8a8"] = "auto"
     activations: Literal["auto", "float32", "int8"] = "auto"
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = EngineConfig().max_num_seqs
     max_num_batched_tokens: Count = EngineConfig().max_num_batched_tokens
@@ -76,7 +76,6 @@ _FIELDS = {field.name: field for field in msgspec.structs.fields(EngineOptions)}
 # What the table can name and this version cannot do: refused in words, never ignored.
 _NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "device": (("auto", "cpu"), "only the CPU engine is built so far; use auto or cpu"),
-    "kv_cache_dtype": (("auto",), "a KV cache in another format is not built yet; use auto"),
     "gpu_memory_utilization": ((None,), "is for GPUs, which are not built yet; use kv_cache_gb"),
     "tensor_parallel_size": ((1,), "tensor parallelism is not built yet; use 1, or replicas"),
 }

@@ -171,6 +171,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             path,
             dtype=options.dtype,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
             activations=options.activations,
             max_model_len=options.max_model_len,
             threads=settings.threads,
@@ -217,6 +218,7 @@ def _load_draft(settings: WorkerSettings, tokenizer: ModelTokenizer) -> Model | 
         Path(options.draft_path),
         dtype=options.dtype,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         activations=options.activations,
         threads=settings.threads,
     )
@@ -238,14 +240,9 @@ def _load_head(path: str) -> Head | None:
 
 def _model_path(settings: WorkerSettings) -> Path:
     """Files were fetched before the start; this finds them again."""
-    from backend.models.demo import fetch_demo_model
-    from backend.models.hub import PREFIX, fetch_hub_model
+    from backend.models.locate import locate_model
 
-    if settings.model_path == "demo":
-        return fetch_demo_model(Path(settings.data_dir))
-    if settings.model_path.startswith(PREFIX):
-        return fetch_hub_model(settings.model_path)
-    return Path(settings.model_path)
+    return locate_model(settings.model_path, Path(settings.data_dir))
 
 
 def _template(settings: WorkerSettings, tokenizer: ModelTokenizer) -> ChatTemplate | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 # Each module is the engine's, says itself what it lacks, and reads its own arguments.
 BACKEND_COMMANDS = {
+    "quantize": ("backend.quantize", "write a smaller copy of a model"),
     "distill-draft": ("backend.distill", "train a small head that guesses a model's next tokens"),
 }
 

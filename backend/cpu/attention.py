@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.quant.kv import Int8Cache, KVTensor, dequantize_rows, quantize_rows
+
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
@@ -25,8 +27,14 @@ class _Blocks:
     first: int  # of consecutive blocks; used when index is None
     index: Tensor | None  # [num_seqs * blocks_per_seq] int64
 
-    def read(self, cache: Tensor) -> Tensor:
-        """cache [KV, num_blocks, block_size, D] -> [KV, num_seqs, num_tokens, D]."""
+    def read(self, cache: KVTensor, dtype: torch.dtype) -> Tensor:
+        """cache [KV, num_blocks, block_size, D] -> [KV, num_seqs, num_tokens, D] in `dtype`."""
+        if isinstance(cache, Int8Cache):
+            scales = self._gather(cache.scales.unsqueeze(-1))
+            return dequantize_rows(self._gather(cache.codes), scales, dtype)
+        return self._gather(cache).to(dtype)
+
+    def _gather(self, cache: Tensor) -> Tensor:
         kv_heads, _, block_size, dim = cache.shape
         if self.index is None:
             flat = cache.view(kv_heads, 1, -1, dim)
@@ -69,7 +77,7 @@ class _Step:
     context_lens: Sequence[int]
     tables: list[list[int]]
     block_size: int
-    dtype: torch.dtype  # of the cache
+    dtype: torch.dtype  # of the queries
     window: int | None
 
     def rows(self, seq: int) -> int:
@@ -100,7 +108,7 @@ def plan_attention(
     *,
     window: int | None = None,
 ) -> AttentionPlan:
-    """Lay out a step; the arguments are those of `Batch`, `dtype` is the cache's.
+    """Lay out a step; the arguments are those of `Batch`, `dtype` is that of the queries.
 
     With a window a row sees that many positions, its own included; entries of `block_tables` behind it are not
     read. Single-row sequences are grouped by visible blocks to the next power of two, so padding at most doubles a
@@ -165,8 +173,17 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
-def write_cache(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+def write_cache(cache: KVTensor, slots: Tensor, rows: Tensor) -> None:
     """Put rows [T, KV, D] into cache [KV, num_blocks, block_size, D] at flat slots [T]."""
+    if isinstance(cache, Int8Cache):
+        codes, scales = quantize_rows(rows)
+        _put(cache.codes, slots, codes)
+        _put(cache.scales.unsqueeze(-1), slots, scales)
+    else:
+        _put(cache, slots, rows.to(cache.dtype))
+
+
+def _put(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     cache.view(cache.shape[0], -1, cache.shape[3]).index_copy_(1, slots, rows.transpose(0, 1))
 
 
@@ -182,7 +199,11 @@ _PLAIN = Scoring()
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scoring: Scoring = _PLAIN
+    query: Tensor,
+    keys: KVTensor,
+    values: KVTensor,
+    plan: AttentionPlan,
+    scoring: Scoring = _PLAIN,
 ) -> Tensor:
     """query [T, H, D], keys and values [KV, num_blocks, block_size, D] -> [T, H * D].
 
@@ -205,10 +226,10 @@ def attend(
 
 
 def _attend_decode(
-    query: Tensor, keys: Tensor, values: Tensor, group: _DecodeGroup, scoring: Scoring
+    query: Tensor, keys: KVTensor, values: KVTensor, group: _DecodeGroup, scoring: Scoring
 ) -> Tensor:
     """query [KV, num_seqs, group, D] -> the same shape."""
-    key, value = group.blocks.read(keys), group.blocks.read(values)
+    key, value = group.blocks.read(keys, query.dtype), group.blocks.read(values, query.dtype)
     if scoring.softcap is not None:
         return _capped_attention(query, key, value, group.mask, scoring)
     return F.scaled_dot_product_attention(
@@ -217,13 +238,13 @@ def _attend_decode(
 
 
 def _attend_chunk(
-    folded: Tensor, keys: Tensor, values: Tensor, chunk: _PrefillChunk, scoring: Scoring
+    folded: Tensor, keys: KVTensor, values: KVTensor, chunk: _PrefillChunk, scoring: Scoring
 ) -> Tensor:
     """-> [KV, rows, group, D]."""
     query = folded[:, chunk.start : chunk.end].transpose(1, 2)  # [KV, group, rows, D]
     group, rows = query.shape[1:3]
-    key = chunk.blocks.read(keys).expand(-1, group, -1, -1)
-    value = chunk.blocks.read(values).expand(-1, group, -1, -1)
+    key = chunk.blocks.read(keys, query.dtype).expand(-1, group, -1, -1)
+    value = chunk.blocks.read(values, query.dtype).expand(-1, group, -1, -1)
     if scoring.softcap is not None:
         mask = chunk.mask if chunk.mask is not None else _causal(rows, query.dtype)
         out = _capped_attention(query, key, value, mask, scoring)

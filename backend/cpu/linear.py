@@ -30,6 +30,12 @@ W4_MAX_ROWS = 4  # beyond, dequantize-free bfloat16 products read no more and co
 
 def make_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
     """One product for several stacked matrices of equal width (q, k and v; gate and up)."""
+    linear = _unobserved_linear(weights, dtype)
+    observers = [weight.observer for weight in weights if weight.observer is not None]
+    return ObservedLinear(linear, observers) if observers else linear
+
+
+def _unobserved_linear(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Linear:
     kinds = {weight.kind for weight in weights}
     matrix = torch.cat([weight.dequantize() for weight in weights])
     if dtype == torch.bfloat16 and not has_prepacked_linear(dtype):
@@ -59,6 +65,18 @@ class DenseLinear:
         if self._prepacked:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], None)
         return F.linear(x, self._weight)
+
+
+class ObservedLinear:
+    """Shows its inputs to those who want to know what a matrix meets: calibration."""
+
+    def __init__(self, linear: Linear, observers: Sequence[Callable[[Tensor], object]]) -> None:
+        self._linear, self._observers = linear, observers
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for observe in self._observers:
+            observe(x)
+        return self._linear(x)
 
 
 class WidenedLinear:

@@ -833,15 +833,75 @@ struct Config {
 };
 
 struct Step {
-    int32_t num_tokens, num_seqs, num_logits, block_size, max_blocks, num_blocks;
+    int32_t num_tokens, num_seqs, num_logits, block_size, max_blocks, num_blocks, kv_kind;
     const int64_t *token_ids, *positions, *slots;
     const int32_t *query_start, *context_lens, *block_tables;
     const int64_t* logits_rows;
-    float* const* keys;    // a layer: [kv_heads, num_blocks, block_size / 16, head_dim, 16], 16 keys side by side
-    float* const* values;  // a layer: [kv_heads, num_blocks, block_size, head_dim]
-    float* logits;         // [num_logits, vocab], or null
-    float* hidden_states;  // [num_logits, hidden] behind the last norm, or null
+    void* const* keys;    // a layer: [kv_heads, num_blocks, block_size / 16, head_dim, 16], 16 keys side by side
+    void* const* values;  // a layer: [kv_heads, num_blocks, block_size, head_dim]
+    float* const* key_scales;    // a layer: [kv_heads, num_blocks, block_size]; null unless the cache is KV_I8
+    float* const* value_scales;  // likewise
+    float* logits;               // [num_logits, vocab], or null
+    float* hidden_states;        // [num_logits, hidden] behind the last norm, or null
 };
+
+// ---- the KV cache: one row is the key or the value of one token and KV head -----------------------------------------
+
+enum KVKind : int32_t { KV_F32, KV_BF16, KV_I8 };
+
+static INLINE vfloat dense_i8(const uint8_t* p) { return load_i8((const int8_t*)p); }
+
+struct CacheF32 {
+    using Cell = float;
+    using Format = FormatF32;
+    static constexpr bool SCALED = false;
+    static INLINE Cell encode(float x, float) { return x; }
+};
+
+struct CacheBF16 {
+    using Cell = uint16_t;
+    using Format = FormatBF16;
+    static constexpr bool SCALED = false;
+    static INLINE Cell encode(float x, float) {  // to the nearest, ties to even
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+};
+
+struct CacheI8 {  // x = scale * code, the scale that of its row; as backend/quant/kv.py
+    using Cell = int8_t;
+    using Format = Dense<PANEL, dense_i8>;
+    static constexpr bool SCALED = true;
+    static INLINE Cell encode(float x, float scale) {
+        const float code = std::nearbyint(x / scale);
+        return code >= -127.0f && code <= 127.0f ? Cell(code) : 0;  // else it is no number, and nor is the scale
+    }
+};
+
+template <class Use> static INLINE void with_cache(int kind, const Use& use) {
+    switch (kind) {
+        case KV_F32: return use(CacheF32{});
+        case KV_BF16: return use(CacheBF16{});
+        default: return use(CacheI8{});
+    }
+}
+
+// max|x| / 127; no number when x holds an infinity or no number.
+static float row_scale(const float* x, int n) {
+    float top = 0, spoilt = 0;
+    for (int i = 0; i < n; i++) top = std::max(top, std::fabs(x[i])), spoilt += x[i] * 0.0f;
+    return top / 127.0f + spoilt;
+}
+
+template <class C> static INLINE void widen(const typename C::Cell* cells, int count, float* out) {
+    for (int i = 0; i < count; i += PANEL)
+        for (int part = 0; part < PARTS; part++) {
+            typename C::Format::Block block;
+            block.open((const uint8_t*)(cells + i), part);
+            store(out + i + part * LANES, block.template at<true>(0));
+        }
+}
 
 constexpr int KEY_TILE = 64;    // keys between two rescalings of the running softmax
 constexpr int QUERY_TILE = 96;  // query rows of one piece, heads of a group folded in
@@ -907,35 +967,52 @@ class Model {
     }
 
     void write_kv(const Step& step, int layer, const float* qkv, const float* angles) {
-        const int dim = config.head_dim, size = step.block_size, ld = qkv_width();
-        for_rows(step.num_tokens, 16 * config.kv_heads * dim, [&](int r) {
-            const int64_t block = step.slots[r] / size, offset = step.slots[r] % size;
-            alignas(64) float key[MAX_HEAD_DIM];
-            for (int head = 0; head < config.kv_heads; head++) {
-                const int64_t base = (head * int64_t(step.num_blocks) + block) * size * dim;
-                const float* k = qkv + r * int64_t(ld) + (config.heads + head) * dim;
-                rotate(k, angles + r * int64_t(dim), dim / 2, 1.0f, key);
-                float* to = step.keys[layer] + base + offset / 16 * 16 * dim + offset % 16;
-                for (int i = 0; i < dim; i++) to[i * 16] = key[i];
-                std::memcpy(step.values[layer] + base + offset * dim, k + config.kv_heads * dim, dim * sizeof(float));
-            }
+        for_rows(step.num_tokens, 16 * config.kv_heads * config.head_dim, [&](int r) {
+            with_cache(step.kv_kind, [&](auto c) { write_kv_row<decltype(c)>(step, layer, r, qkv, angles); });
         });
     }
 
+    template <class C> void write_kv_row(const Step& step, int layer, int r, const float* qkv, const float* angles) const {
+        using Cell = typename C::Cell;
+        const int dim = config.head_dim, size = step.block_size, ld = qkv_width();
+        const int64_t block = step.slots[r] / size, offset = step.slots[r] % size;
+        alignas(64) float key[MAX_HEAD_DIM];
+        for (int head = 0; head < config.kv_heads; head++) {
+            const int64_t row = (head * int64_t(step.num_blocks) + block) * size, base = row * dim;
+            const float* k = qkv + r * int64_t(ld) + (config.heads + head) * dim;
+            const float* value = k + config.kv_heads * dim;
+            rotate(k, angles + r * int64_t(dim), dim / 2, 1.0f, key);
+            float key_scale = 0, value_scale = 0;
+            if constexpr (C::SCALED) {
+                step.key_scales[layer][row + offset] = key_scale = row_scale(key, dim);
+                step.value_scales[layer][row + offset] = value_scale = row_scale(value, dim);
+            }
+            Cell* to = (Cell*)step.keys[layer] + base + offset / 16 * 16 * dim + offset % 16;
+            for (int i = 0; i < dim; i++) to[i * 16] = C::encode(key[i], key_scale);
+            to = (Cell*)step.values[layer] + base + offset * dim;
+            for (int i = 0; i < dim; i++) to[i] = C::encode(value[i], value_scale);
+        }
+    }
+
     // Scores of one key tile: [rows][KEY_TILE] = query . key, 16 keys at a time.
-    void score_tile(const float* query, int rows, const float* const* blocks, int num_blocks, float* scores) const {
+    template <class C>
+    void score_tile(const float* query, int rows, const typename C::Cell* const* blocks, int num_blocks,
+                    float* scores) const {
         const int dim = config.head_dim;
         for (int b = 0; b < num_blocks; b++)
             for_row_tiles(rows, [&](auto n, int r0) {
                 vfloat acc[decltype(n)::value][PARTS] = {};
-                multiply_tile<FormatF32>((const uint8_t*)blocks[b], 0, 64, query + r0 * dim, dim, dim, acc);
+                multiply_tile<typename C::Format>((const uint8_t*)blocks[b], 0, C::Format::BYTES, query + r0 * dim, dim,
+                                                  dim, acc);
                 for (int r = 0; r < n; r++)
                     for (int v = 0; v < PARTS; v++) store(scores + (r0 + r) * KEY_TILE + b * 16 + v * LANES, acc[r][v]);
             });
     }
 
     // out[rows][dim] += weights . value for one key tile.
-    void value_tile(const float* weights, int rows, const float* const* blocks, int num_keys, float* out) const {
+    template <class C>
+    void value_tile(const float* weights, int rows, const typename C::Cell* const* blocks, int num_keys,
+                    float* out) const {
         const int dim = config.head_dim;
         for (int c = 0; c < dim; c += 16)
             for_row_tiles(rows, [&](auto n, int r0) {
@@ -944,21 +1021,32 @@ class Model {
                     for (int v = 0; v < PARTS; v++) acc[r][v] = load<vfloat>(out + (r0 + r) * dim + c + v * LANES);
                 for (int key = 0; key < num_keys; key += 16) {
                     const float* from = weights + r0 * KEY_TILE + key;
-                    multiply_tile<FormatF32>((const uint8_t*)(blocks[key / 16] + c), 0, dim * 4, from, KEY_TILE,
-                                             std::min(16, num_keys - key), acc);
+                    multiply_tile<typename C::Format>((const uint8_t*)(blocks[key / 16] + c), 0,
+                                                      dim * sizeof(typename C::Cell), from, KEY_TILE,
+                                                      std::min(16, num_keys - key), acc);
                 }
                 for (int r = 0; r < n; r++)
                     for (int v = 0; v < PARTS; v++) store(out + (r0 + r) * dim + c + v * LANES, acc[r][v]);
             });
     }
 
+    // One key tile as float32, for pieces of so many rows that each cell would be widened several times.
+    template <class C>
+    void widen_tile(const typename C::Cell* const* blocks, int num_blocks, float* to, const float** widened) const {
+        for (int b = 0; b < num_blocks; b++, to += 16 * config.head_dim)
+            widen<C>(blocks[b], 16 * config.head_dim, to), widened[b] = to;
+    }
+
     // Softmax over the keys of each row, one tile of keys after the other with a running maximum and sum.
+    template <class C>
     void attend(const Step& step, int layer, const AttentionPiece& piece, const float* qkv, const float* angles,
                 float* context, float* scratch) const {
+        using Cell = typename C::Cell;
         const int dim = config.head_dim, group = config.heads / config.kv_heads, size = step.block_size;
         const int rows = (piece.last - piece.first) * group, width = config.heads * dim;
         float *query = scratch, *out = query + rows * dim, *scores = out + rows * dim;
-        float *peak = scores + rows * KEY_TILE, *total = peak + rows;
+        float *peak = scores + rows * KEY_TILE, *total = peak + rows, *tile = total + rows;
+        const bool widens = sizeof(Cell) < sizeof(float) && rows > MAX_ROWS;
         for (int r = 0; r < rows; r++) {
             const int64_t row = piece.first + r / group;
             rotate(qkv + row * qkv_width() + (piece.kv_head * group + r % group) * dim, angles + row * dim, dim / 2,
@@ -967,26 +1055,34 @@ class Model {
         }
         std::fill_n(out, rows * dim, 0.0f);
         const int32_t* table = step.block_tables + int64_t(piece.seq) * step.max_blocks;
-        const int64_t head_base = piece.kv_head * int64_t(step.num_blocks) * size * dim;
+        const int64_t head_base = piece.kv_head * int64_t(step.num_blocks) * size;
+        const Cell *keys = (const Cell*)step.keys[layer], *values = (const Cell*)step.values[layer];
         const int context_len = step.context_lens[piece.seq];
         const int after = step.query_start[piece.seq + 1] - piece.last;  // rows of the sequence behind this piece
         const int end = context_len - after;                             // keys that the last row sees
-        const auto block_at = [&](int key) {
-            return head_base + (table[key / size] * int64_t(size) + key % size) * dim;
-        };
+        const auto row_at = [&](int key) { return head_base + table[key / size] * int64_t(size) + key % size; };
         for (int start = 0; start < end; start += KEY_TILE) {
             const int num_keys = std::min(KEY_TILE, end - start), num_blocks = (num_keys + 15) / 16;
-            const float *key_blocks[KEY_TILE / 16], *value_blocks[KEY_TILE / 16];
+            const Cell *key_blocks[KEY_TILE / 16], *value_blocks[KEY_TILE / 16];
+            const float *widened[KEY_TILE / 16], *key_scales[KEY_TILE / 16], *value_scales[KEY_TILE / 16];
             for (int b = 0; b < num_blocks; b++) {
-                const int64_t base = block_at(start + b * 16);
-                key_blocks[b] = step.keys[layer] + base, value_blocks[b] = step.values[layer] + base;
-                prefetch(value_blocks[b], 64 * dim);
+                const int64_t row = row_at(start + b * 16);
+                key_blocks[b] = keys + row * dim, value_blocks[b] = values + row * dim;
+                if constexpr (C::SCALED)
+                    key_scales[b] = step.key_scales[layer] + row, value_scales[b] = step.value_scales[layer] + row;
+                prefetch(value_blocks[b], 16 * dim * sizeof(Cell));
             }
             for (int at = start + KEY_TILE; at < std::min(end, start + 2 * KEY_TILE); at += 16)
-                prefetch(step.keys[layer] + block_at(at), 64 * dim);
-            score_tile(query, rows, key_blocks, num_blocks, scores);
+                prefetch(keys + row_at(at) * dim, 16 * dim * sizeof(Cell));
+            if (widens) {
+                widen_tile<C>(key_blocks, num_blocks, tile, widened);
+                score_tile<CacheF32>(query, rows, widened, num_blocks, scores);
+            } else score_tile<C>(query, rows, key_blocks, num_blocks, scores);
             for (int r = 0; r < rows; r++) {
                 float* s = scores + r * KEY_TILE;
+                if constexpr (C::SCALED)
+                    for (int i = 0; i < num_blocks * 16; i += LANES)
+                        store(s + i, load<vfloat>(s + i) * load<vfloat>(key_scales[i / 16] + i % 16));
                 const int visible = end - (piece.last - 1 - (piece.first + r / group)) - start;
                 for (int i = std::max(0, visible); i < num_blocks * 16; i++) s[i] = -INFINITY;
                 vfloat top = load<vfloat>(s);
@@ -998,8 +1094,9 @@ class Model {
                 vfloat sums = {};
                 for (int i = 0; i < num_blocks * 16; i += LANES) {
                     vfloat p = exp(load<vfloat>(s + i) - new_peak);
-                    store(s + i, p);
                     sums += p;
+                    if constexpr (C::SCALED) p *= load<vfloat>(value_scales[i / 16] + i % 16);
+                    store(s + i, p);
                 }
                 if (new_peak != peak[r]) {
                     const float shrink = exp(splat(peak[r] - new_peak))[0];
@@ -1008,7 +1105,10 @@ class Model {
                 }
                 total[r] += sum(sums);
             }
-            value_tile(scores, rows, value_blocks, num_keys, out);
+            if (widens) {
+                widen_tile<C>(value_blocks, num_blocks, tile, widened);
+                value_tile<CacheF32>(scores, rows, widened, num_keys, out);
+            } else value_tile<C>(scores, rows, value_blocks, num_keys, out);
         }
         for (int r = 0; r < rows; r++) {
             float* to = context + int64_t(piece.first + r / group) * width + (piece.kv_head * group + r % group) * dim;
@@ -1082,7 +1182,9 @@ class Model {
             write_kv(step, l, qkv, angles);
             if (l == config.num_layers - 1 && step.num_logits == 0) return nullptr;  // only the cache was wanted
             workers.pool.run(int(pieces.size()), [&](int piece, int thread) {
-                attend(step, l, pieces[piece], qkv, angles, context, workers.scratch[thread].need(0));
+                with_cache(step.kv_kind, [&](auto c) {
+                    attend<decltype(c)>(step, l, pieces[piece], qkv, angles, context, workers.scratch[thread].need(0));
+                });
             });
             if (l == config.num_layers - 1) {  // behind the last attention only the rows that want logits matter
                 for (int i = 0; i < step.num_logits; i++) {
@@ -1111,7 +1213,7 @@ class Model {
 
     int64_t attention_floats() const {
         const int group = config.heads / config.kv_heads, rows = std::max(1, QUERY_TILE / group) * group;
-        return int64_t(rows) * (2 * config.head_dim + KEY_TILE + 2);
+        return int64_t(rows) * (2 * config.head_dim + KEY_TILE + 2) + KEY_TILE * config.head_dim;
     }
 };
 

@@ -46,11 +46,15 @@ class Config(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *_fields(ctypes.c_int32, "num_tokens num_seqs num_logits block_size max_blocks num_blocks"),
+        *_fields(
+            ctypes.c_int32,
+            "num_tokens num_seqs num_logits block_size max_blocks num_blocks kv_kind",
+        ),
         *_fields(
             ctypes.c_void_p, "token_ids positions slots query_start context_lens block_tables"
         ),
-        *_fields(ctypes.c_void_p, "logits_rows keys values logits hidden_states"),
+        *_fields(ctypes.c_void_p, "logits_rows keys values key_scales value_scales"),
+        *_fields(ctypes.c_void_p, "logits hidden_states"),
     ]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class PackedWeight:
     kind: str
     raw: np.ndarray
     shape: tuple[int, int]
+    observer: Callable[[Tensor], object] | None = None  # is shown what the matrix meets, [T, cols]
 
     def dequantize(self) -> Tensor:
         """float32 `[rows, cols]`, in memory of its own."""
@@ -70,7 +71,7 @@ class PackedWeight:
 
     def rows_permuted(self, order: np.ndarray) -> PackedWeight:
         """The same weight with its rows in another order; blocks lie within rows, so no value changes."""
-        return PackedWeight(self.kind, self.raw[order], self.shape)
+        return replace(self, raw=self.raw[order])
 
 
 def pack(tensor: Tensor) -> PackedWeight:

@@ -40,7 +40,7 @@ class ModelRunner:
         # One block more than the pool has: it stays zero and stands for those behind a sliding window.
         self._null_block = num_blocks
         self._kv = model.new_kv_cache(num_blocks + (model.window is not None), block_size)
-        self._device = self._kv.keys[0].device
+        self._device = self._kv.device
         self._block_rows = block_rows
 
     def run(self, rows: Sequence[Rows]) -> StepResult:
@@ -68,7 +68,7 @@ class ModelRunner:
         """Zero blocks that may hold NaN: attention gives unwritten slots weight 0, and 0 x NaN is NaN."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
         with torch.inference_mode():
-            for tensor in (*self._kv.keys, *self._kv.values):
+            for tensor in self._kv.tensors():
                 tensor[:, index] = 0
 
     def _batch(self, rows: Sequence[Rows]) -> Batch:

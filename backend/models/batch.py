@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, device
+
+from backend.quant.kv import Int8Cache, KVTensor
 
 
 @dataclass(slots=True)
@@ -32,13 +35,26 @@ class KVCache:
     One pair for each layer that has its own, in order; layers that read another's bring none.
     """
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: list[KVTensor]
+    values: list[KVTensor]
     block_size: int
 
     @property
     def num_blocks(self) -> int:
         return self.keys[0].shape[1]
+
+    @property
+    def device(self) -> device:
+        return self.keys[0].device
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every plain tensor, `[num_kv_heads, num_blocks, block_size, ...]`: what a copy of blocks must carry."""
+        for cache in (*self.keys, *self.values):
+            if isinstance(cache, Int8Cache):
+                yield cache.codes
+                yield cache.scales
+            else:
+                yield cache
 
 
 class Model(Protocol):
@@ -47,7 +63,7 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     max_position: int  # longest context, in tokens
-    fingerprint: str  # weights, quantization and dtype: part of every prefix-cache key
+    fingerprint: str  # weights and all number formats: part of every prefix-cache key
     # How many tokens back any layer looks, the token itself included; None: some layer looks back to the beginning.
     # Blocks behind it are taken away, and their entries of `block_tables` lead to a block of zeros.
     window: int | None

@@ -72,13 +72,17 @@ class GGUFFile:
             raise _DamagedError(f"GGUF version {version} is not supported; supported: 2 and 3")
         num_tensors, num_keys = cursor.scalar(_U64), cursor.scalar(_U64)
         self.metadata: dict[str, Any] = {}
+        metadata_start = cursor.at
         for _ in range(num_keys):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar(_U32))
+        # As they stand: a copy of the file carries them along, types and all.
+        self.num_keys, self.metadata_bytes = num_keys, self._bytes[metadata_start : cursor.at]
         heads = dict(_tensor_head(cursor) for _ in range(num_tensors))
         align = self.metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise _DamagedError(f"general.alignment is {align!r}")
+        self.alignment = align
         start = -(-cursor.at // align) * align
         self.tensors = {
             name: replace(info, offset=start + info.offset) for name, info in heads.items()

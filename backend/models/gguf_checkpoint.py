@@ -65,6 +65,10 @@ class GGUFCheckpoint:
     def names(self) -> Iterable[str]:
         return self._stored_as.keys()
 
+    def stored_name(self, name: str) -> str:
+        """The tensor of the file that `name` is, or is a part of."""
+        return self._stored_as[name].name
+
     def weight(self, name: str) -> PackedWeight:
         stored = self._stored_as.get(name, _Stored(name))
         weight = self.file.tensor(stored.name)

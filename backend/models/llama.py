@@ -21,6 +21,7 @@ from backend.models.config import ModelConfig
 from backend.models.experts import Experts, GatedFeedForward, GatedWeights
 from backend.models.layers import MakeLinear, RotaryTable, rms_normed, softcapped
 from backend.models.llama_weights import LlamaLayerWeights, LlamaWeights, read_llama_weights
+from backend.quant.kv import new_cache, row_bytes
 
 __all__ = ["Llama", "LlamaLayerWeights", "LlamaWeights", "read_llama_weights"]
 
@@ -31,22 +32,28 @@ class Llama:
     is_batch_invariant = False  # matrix products of other sizes sum in another order
 
     def __init__(
-        self, weights: LlamaWeights, dtype: torch.dtype, activations: str = "float32"
+        self,
+        weights: LlamaWeights,
+        dtype: torch.dtype,
+        activations: str = "float32",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`activations`: "int8" gives what the native tier gives then, with dtype float32; it saves no time here."""
+        """`activations`: "int8" gives what the native tier gives then, with dtype float32; it saves no time here.
+
+        `kv_dtype`: of the KV cache; None: that of the arithmetic.
+        """
         config = weights.config
 
         def make(stack: Sequence[PackedWeight]) -> Linear:
             linear = make_linear(stack, dtype)
             return rounding_first(linear, stack) if activations == "int8" else linear
 
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.kv_dtype = config, dtype, kv_dtype or dtype
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
         self.window = config.window
         self.hidden_size = config.hidden_size
-        self.fingerprint = (
-            f"{weights.fingerprint}-{str(dtype).removeprefix('torch.')}-{activations}"
-        )
+        formats = f"{dtype}-{activations}-{self.kv_dtype}".replace("torch.", "")
+        self.fingerprint = f"{weights.fingerprint}-{formats}"
         self._embedding = weights.embed.dequantize().mul_(config.embedding_scale).to(dtype)
         self._layers = [
             _Layer(layer, config, index, dtype, make) for index, layer in enumerate(weights.layers)
@@ -57,15 +64,14 @@ class Llama:
         self._rotary = _rotary_tables(weights, dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        row = self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+        row = self.config.num_kv_heads * row_bytes(self.config.head_dim, self.kv_dtype)
         return 2 * len(self.config.cache_layers) * block_size * row
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed, so that padding read beside real tokens is finite."""
         shape = (self.config.num_kv_heads, num_blocks, block_size, self.config.head_dim)
         layers = self.config.cache_layers
-        keys = [torch.zeros(shape, dtype=self.dtype) for _ in layers]
-        values = [torch.zeros(shape, dtype=self.dtype) for _ in layers]
+        keys = [new_cache(shape, self.kv_dtype) for _ in layers]
+        values = [new_cache(shape, self.kv_dtype) for _ in layers]
         return KVCache(keys, values, block_size)
 
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from backend.cpu.native import native_available
+from backend.cpu.packed import PackedWeight
 from backend.models.batch import Model
 from backend.models.chat_template import ChatTemplate, TemplateError
 from backend.models.checkpoint import Checkpoint, read_json
@@ -22,12 +23,13 @@ from backend.models.hf_tokenizer import special_token_text, tokenizer_from_folde
 from backend.models.llama import Llama, read_llama_weights
 from backend.models.native_llama import build_native, unsupported
 from backend.models.prequantized import open_folder
-from backend.models.quantized import QUANTIZATIONS, in_quantization
+from backend.models.quantized import QUANTIZATIONS, ConvertedCheckpoint, in_quantization
 from backend.models.tokenizer import Tokenizer
 
 __all__ = ["DemoModelUnavailable", "LoadedModel", "ModelLoadError", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KV_DTYPES = {**_DTYPES, "int8": torch.int8}
 _ACTIVATIONS = ("auto", "float32", "int8")
 
 
@@ -46,28 +48,32 @@ def load_model(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
     activations: str = "auto",
     max_model_len: int | None = None,
     threads: int | None = None,
     native: bool = True,
+    convert: Callable[[str, PackedWeight], PackedWeight] | None = None,
 ) -> LoadedModel:
     """Load a GGUF file, or a transformers folder with safetensors.
 
     Args:
-        dtype: of activations and KV cache: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
+        dtype: of activations: "float32" (exact), "bfloat16", or "auto": float32 on the native tier, else
             bfloat16 where the processor multiplies it in hardware, else float32.
         quantization: "auto": weights as the file has them; "none": all dense; "w8" or "w4": the layers' matrices in
             that format (`backend.quant`); "w8a8": "w8" with activations "int8".
+        kv_cache_dtype: "float32", "bfloat16", "int8" (a scale for each token and KV head), "auto": as `dtype`.
         activations: "float32" or "auto": they meet the weights as they are; "int8": rounded to bytes first, 32 columns
             to a scale, where the weights are in blocks (`activations.ROUNDED_FOR`); needs float32.
         max_model_len: a shorter context than the model's own, in tokens.
         threads: of torch, for the whole process; None leaves them as they are.
         native: whether the compiled float32 tier takes the model over where this machine has it.
+        convert: what becomes of each tensor, by its transformers name, on its way into the model.
 
     Raises:
         ModelLoadError: one line that names the file and what is wrong with it.
     """
-    _check_formats(quantization, activations, dtype)
+    _check_formats(quantization, activations, dtype, kv_cache_dtype)
     in_bytes = activations == "int8" or quantization == "w8a8"
     chosen_dtype = torch.float32 if in_bytes else _choose_dtype(dtype)
     chosen_activations = "int8" if in_bytes else "float32"
@@ -79,13 +85,19 @@ def load_model(
         raise ModelLoadError(
             f"{path}: {parts.tokenizer.vocab_size} tokens but only {config.vocab_size} embedding rows"
         )
-    weights = read_llama_weights(in_quantization(parts.checkpoint, quantization), config)
+    checkpoint = in_quantization(parts.checkpoint, quantization)
+    if convert is not None:
+        checkpoint = ConvertedCheckpoint(checkpoint, convert)
+    weights = read_llama_weights(checkpoint, config)
+    kv_dtype = _KV_DTYPES.get(kv_cache_dtype)
     why_portable = _why_portable(config, dtype) if native else "it was asked for"
     model: Model | None = None
     if why_portable is None:
-        model = build_native(config, weights, threads=threads, activations=chosen_activations)
+        model = build_native(
+            config, weights, threads=threads, activations=chosen_activations, kv_dtype=kv_dtype
+        )
     if model is None:
-        model = Llama(weights, chosen_dtype, chosen_activations)
+        model = Llama(weights, chosen_dtype, chosen_activations, kv_dtype)
     tier = f"portable ({why_portable})" if why_portable else "native"
     return LoadedModel(model, parts.tokenizer, parts.chat_template, config, parts.name, tier)
 
@@ -97,11 +109,12 @@ def _why_portable(config: ModelConfig, dtype: str) -> str | None:
     return unsupported(config) or native_available()
 
 
-def _check_formats(quantization: str, activations: str, dtype: str) -> None:
+def _check_formats(quantization: str, activations: str, dtype: str, kv_cache_dtype: str) -> None:
     for name, value, known in (
         ("quantization", quantization, QUANTIZATIONS),
         ("activations", activations, _ACTIVATIONS),
         ("dtype", dtype, ("auto", *_DTYPES)),
+        ("kv_cache_dtype", kv_cache_dtype, ("auto", *_KV_DTYPES)),
     ):
         if value not in known:
             raise ModelLoadError(f"{name} must be one of {', '.join(known)}; got {value!r}")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from backend.cpu import native, native_abi
-from backend.cpu.native_matrix import Arena, NativeMatrix, huge_pages, pack_matrix
+from backend.cpu.native_matrix import Arena, NativeMatrix, pack_matrix
 from backend.cpu.packed import PackedWeight
 from backend.models.batch import Batch, KVCache
 from backend.models.config import ModelConfig
 from backend.models.llama import LlamaLayerWeights, LlamaWeights
+from backend.models.native_cache import CachePointers, NativeCacheFormat
 
-KEYS_ABREAST = 16  # keys that lie side by side in a block; block_size must be a multiple
 MAX_HEAD_DIM = 512
 
 
@@ -32,6 +32,7 @@ def build_native(
     *,
     max_position: int | None = None,
     threads: int | None = None,
+    kv_dtype: torch.dtype | None = None,
     activations: str = "float32",
 ) -> NativeLlama | None:
     """None when this machine or this shape of model has no native tier; the portable one then serves.
@@ -41,7 +42,12 @@ def build_native(
     if unsupported(config) or native.native_available():
         return None
     return NativeLlama(
-        config, weights, max_position=max_position, threads=threads, activations=activations
+        config,
+        weights,
+        max_position=max_position,
+        threads=threads,
+        activations=activations,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -70,11 +76,7 @@ def unsupported(config: ModelConfig) -> str | None:
 
 
 class NativeLlama:
-    """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time.
-
-    Its cache holds the keys of a block as `[block_size / 16, head_dim, 16]`: whole blocks may be copied, single
-    tokens are not contiguous.
-    """
+    """Implements `backend.models.batch.Model`. Not thread-safe: one step at a time."""
 
     is_batch_invariant = True
 
@@ -85,6 +87,7 @@ class NativeLlama:
         *,
         max_position: int | None = None,
         threads: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         activations: str = "float32",
     ) -> None:
         """`activations`: "float32" multiplies exactly, "int8" rounds them to bytes, 32 columns to a scale."""
@@ -92,7 +95,9 @@ class NativeLlama:
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = max_position or config.max_position
         self.window: int | None = None
-        self.fingerprint = f"{weights.fingerprint}-native-{activations}"
+        kv_dtype = kv_dtype or torch.float32
+        kv_format = str(kv_dtype).removeprefix("torch.")
+        self.fingerprint = f"{weights.fingerprint}-native-{activations}-{kv_format}"
         self.activations = activations
         self.threads = threads or native.default_threads()
         self._arena = Arena()
@@ -106,7 +111,7 @@ class NativeLlama:
         self._finalizer = weakref.finalize(self, self._library.tidegate_model_free, self._handle)
         # A process that ends, or a forked child of it, has no threads to join.
         self._finalizer.atexit = False
-        self._cache_of: tuple[KVCache, _Pointers, _Pointers] | None = None
+        self._cache_format = NativeCacheFormat(config, kv_dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -114,16 +119,10 @@ class NativeLlama:
         return sum(m.num_bytes for m in self._matrices)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        c = self.config
-        return 2 * 4 * c.num_layers * c.num_kv_heads * block_size * c.head_dim
+        return self._cache_format.bytes_per_block(block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        if block_size % KEYS_ABREAST:
-            raise ValueError(f"block_size must be a multiple of {KEYS_ABREAST}, got {block_size}")
-        c = self.config
-        shape = (2, c.num_layers, c.num_kv_heads, num_blocks, block_size, c.head_dim)
-        keys, values = huge_pages(shape, torch.float32).zero_().unbind()
-        return KVCache(list(keys.unbind()), list(values.unbind()), block_size)
+        return self._cache_format.allocate(num_blocks, block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache) -> Tensor:
@@ -152,11 +151,11 @@ class NativeLlama:
 
     def _step(self, batch: Batch, kv: KVCache, **outputs: Tensor) -> None:
         """`outputs`: which of `logits` and `hidden_states` to fill."""
-        keys, values = self._cache_pointers(kv)
+        cache = self._cache_format.pointers(kv)
         inputs = _StepInputs(batch)
         if not len(inputs.token_ids):
             return
-        step = inputs.struct(kv, keys, values)
+        step = inputs.struct(cache)
         for name, tensor in outputs.items():
             setattr(step, name, tensor.data_ptr())
         fault = self._library.tidegate_forward(self._handle, ctypes.byref(step))
@@ -210,23 +209,6 @@ class NativeLlama:
         self._vectors.append(vector.to(torch.float32).contiguous())
         return self._vectors[-1].data_ptr()
 
-    def _cache_pointers(self, kv: KVCache) -> tuple[_Pointers, _Pointers]:
-        if self._cache_of is None or self._cache_of[0] is not kv:
-            self._cache_of = (kv, self._pointers(kv.keys, kv), self._pointers(kv.values, kv))
-        return self._cache_of[1], self._cache_of[2]
-
-    def _pointers(self, layers: list[Tensor], kv: KVCache) -> _Pointers:
-        shape = (self.config.num_kv_heads, kv.num_blocks, kv.block_size, self.config.head_dim)
-        if len(layers) != self.config.num_layers or kv.block_size % KEYS_ABREAST:
-            raise ValueError("this cache was not made by new_kv_cache of this model")
-        for layer in layers:
-            if layer.shape != shape or layer.dtype != torch.float32 or not layer.is_contiguous():
-                raise ValueError(f"the cache of a layer must be contiguous float32 {list(shape)}")
-        return (ctypes.c_void_p * len(layers))(*(layer.data_ptr() for layer in layers))
-
-
-_Pointers = ctypes.Array[ctypes.c_void_p]
-
 
 class _StepInputs:
     """A batch in the types that the library reads; keeps them alive for the call."""
@@ -249,15 +231,16 @@ class _StepInputs:
                 f"block_tables must be [{num_seqs}, max_blocks], got {list(self.tables.shape)}"
             )
 
-    def struct(self, kv: KVCache, keys: _Pointers, values: _Pointers) -> native_abi.Step:
+    def struct(self, cache: CachePointers) -> native_abi.Step:
         """Without the tensors to fill."""
         return native_abi.Step(
             num_tokens=len(self.token_ids),
             num_seqs=len(self.context_lens),
             num_logits=len(self.logits_rows),
-            block_size=kv.block_size,
+            block_size=cache.kv.block_size,
             max_blocks=self.tables.shape[1],
-            num_blocks=kv.num_blocks,
+            num_blocks=cache.kv.num_blocks,
+            kv_kind=cache.kind,
             token_ids=self.token_ids.data_ptr(),
             positions=self.positions.data_ptr(),
             slots=self.slots.data_ptr(),
@@ -265,9 +248,15 @@ class _StepInputs:
             context_lens=self.context_lens.ctypes.data,
             block_tables=self.tables.data_ptr(),
             logits_rows=self.logits_rows.data_ptr(),
-            keys=ctypes.addressof(keys),
-            values=ctypes.addressof(values),
+            keys=ctypes.addressof(cache.keys),
+            values=ctypes.addressof(cache.values),
+            key_scales=_address(cache.key_scales),
+            value_scales=_address(cache.value_scales),
         )
+
+
+def _address(array: ctypes.Array[ctypes.c_void_p] | None) -> int | None:
+    return None if array is None else ctypes.addressof(array)
 
 
 def _int64(values: Tensor, name: str, size: int) -> Tensor:

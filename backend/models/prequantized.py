@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.cpu.packed import PackedWeight, pack_affine
+from backend.models.block_checkpoint import QUANT_METHOD, BlockCheckpoint
 from backend.models.checkpoint import Checkpoint, SafetensorsCheckpoint, read_json
 from backend.models.errors import ModelLoadError
 from backend.quant.affine import AffineWeight
@@ -27,6 +28,8 @@ def open_folder(folder: Path) -> Checkpoint:
     """The checkpoint in a transformers folder, quantized or not. Raises ModelLoadError."""
     checkpoint = SafetensorsCheckpoint(folder)
     source, settings = _settings(folder)
+    if settings is not None and settings.get("quant_method") == QUANT_METHOD:
+        return BlockCheckpoint(checkpoint)
     if settings is not None:
         return PrequantizedCheckpoint(checkpoint, _matrix_reader(settings, source))
     if any(name.endswith(".qweight") for name in checkpoint.names()):
@@ -54,7 +57,7 @@ def _matrix_reader(settings: Mapping[str, Any], source: str) -> MatrixReader:
     if method == "awq":
         return _awq_reader(settings, source)
     raise ModelLoadError(
-        f"{source}: quant_method {method!r} is not supported; supported: gptq, awq"
+        f"{source}: quant_method {method!r} is not supported; supported: gptq, awq, {QUANT_METHOD}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from backend.cpu.packed import PackedWeight
+from backend.models.block_checkpoint import BlockCheckpoint
 from backend.models.checkpoint import Checkpoint
 from backend.models.errors import ModelLoadError
 from backend.models.prequantized import PrequantizedCheckpoint
@@ -16,13 +17,13 @@ QUANTIZATIONS = ("auto", "none", *FORMATS, "w8a8")
 def in_quantization(checkpoint: Checkpoint, quantization: str) -> Checkpoint:
     """ "auto" leaves the file's own blocks; "none" widens them; others quantize the layers' matrices ("w8a8" as "w8").
 
-    Raises ModelLoadError for a GPTQ or AWQ checkpoint in anything but "auto" and "none".
+    Raises ModelLoadError for a checkpoint that is quantized already in anything but "auto" and "none".
     """
     if quantization == "auto":
         return checkpoint
     if quantization == "none":
         return ConvertedCheckpoint(checkpoint, lambda _, weight: widened(weight))
-    if isinstance(checkpoint, PrequantizedCheckpoint):
+    if isinstance(checkpoint, PrequantizedCheckpoint | BlockCheckpoint):
         raise ModelLoadError(
             f"{checkpoint.source}: already quantized; quantization must be auto or none, got {quantization}"
         )
