@@ -49,7 +49,6 @@ class Accounting:
         self.clock = clock
         self.wall_clock = wall_clock
         self.requests_in_flight = 0
-        self._store = store
         self._telemetry = telemetry
         self._writer = UsageWriter(UsageStream(store))
         self._observers = [ObserverQueue(rules, observer) for rules, observer in observers]
@@ -71,7 +70,6 @@ class Accounting:
             observer.offer(row)
 
     async def start(self) -> None:
-        await self._store.start()
         await self._writer.start()
         for observer in self._observers:
             await observer.start()

@@ -44,6 +44,7 @@ from plugins.events import Request
 from plugins.interfaces import Objective, Principal, Provider, ProviderSettings, Runtime
 
 log = logging.getLogger("tidegate")
+USAGE_TIMEOUT_MS = 2000
 
 
 class Gateway:
@@ -60,7 +61,9 @@ class Gateway:
         self.queue = OnlineQueue(config.queue.max_waiting, config.queue.max_wait_s)
         self.store = Store(store_url, config.store.timeout_ms)
         self.telemetry = Telemetry([model.name for model in config.models])
-        self.accounting = Accounting(self.store, parts.observers, self.telemetry)
+        # Nobody waits for usage rows, and a busy event loop takes long to read even a quick reply.
+        self.usage_store = Store(store_url, max(config.store.timeout_ms, USAGE_TIMEOUT_MS))
+        self.accounting = Accounting(self.usage_store, parts.observers, self.telemetry)
         only_providers = {name: provider for name, (_, provider) in self.providers.items()}
         self.readiness = Readiness(only_providers, self.routes.any_ready, clock)
         self.telemetry.observe(
@@ -111,8 +114,10 @@ class Gateway:
     async def running(self) -> AsyncGenerator[None, None]:
         """Start what runs beside requests; stop in reverse order."""
         async with AsyncExitStack() as stack:
-            await self.accounting.start()
+            await self.store.start()
             stack.push_async_callback(self.store.aclose)
+            stack.push_async_callback(self.usage_store.aclose)
+            await self.accounting.start()
             stack.push_async_callback(self.accounting.aclose)
             for _, provider in self.providers.values():
                 await provider.start()

@@ -37,6 +37,7 @@ class UsageWriter:
         *,
         max_waiting: int = 20_000,
         batch_rows: int = 256,
+        max_batch_rows: int = 1024,
         flush_interval_s: float = 0.05,
         retry_interval_s: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
@@ -44,7 +45,10 @@ class UsageWriter:
         self.dropped = 0
         self._stream = stream
         self._max_waiting = max_waiting
-        self._batch_rows = batch_rows
+        self._batch_rows = batch_rows  # are worth a write at once
+        self._max_batch_rows = (
+            max_batch_rows  # a busy process takes long for each write, so it writes more at a time
+        )
         self._flush_interval_s = flush_interval_s
         self._retry_interval_s = retry_interval_s
         self._waiting: deque[UsageRecord] = deque()
@@ -104,7 +108,7 @@ class UsageWriter:
     async def _write(self) -> None:
         """Make a batch of what waits, and try until the store has it and all before it."""
         if self._waiting:
-            count = min(self._batch_rows, len(self._waiting))
+            count = min(self._max_batch_rows, len(self._waiting))
             self._number += 1
             rows = [self._waiting.popleft() for _ in range(count)]
             self._kept.append(_Batch(self._number, rows))

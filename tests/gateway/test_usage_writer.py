@@ -189,3 +189,25 @@ async def test_what_is_surely_on_disk_is_not_kept() -> None:
     stream.batches.clear()  # FLUSHALL long after: nothing to send, and writing goes on
     await _written(writer, 3)
     assert stream.ids() == ["req_3"]
+
+
+class SlowStream:
+    """Takes every batch, and notes how large it was."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def append(
+        self, number: int, rows: list[UsageRecord], *, after_gap: bool = False
+    ) -> tuple[int, bool]:
+        self.sizes.append(len(rows))
+        return number, True
+
+
+async def test_batches_grow_when_more_rows_wait() -> None:
+    stream = SlowStream()
+    writer = UsageWriter(stream)  # type: ignore[arg-type]
+    for number in range(2500):
+        writer.add(row(number))
+    await writer.aclose()
+    assert stream.sizes == [1024, 1024, 452]
