@@ -48,11 +48,14 @@ class AsciiTokenizer:
 
 
 @cache
-def loaded(tier: str = "portable", seed: int = 0, quantization: str = "auto") -> LoadedModel:
+def loaded(
+    tier: str = "portable", seed: int = 0, quantization: str = "auto", kv_cache_dtype: str = "auto"
+) -> LoadedModel:
     """The tiny Llama. Engines may share it: each has its own KV cache. Sets torch to one thread, see `one_thread`."""
     with TemporaryDirectory() as folder:
         path = tiny_llama.write_folder(Path(folder), tiny_llama.tensors(seed))
         options = {"dtype": "float32", "quantization": quantization, "threads": 1}
+        options["kv_cache_dtype"] = kv_cache_dtype
         return load_model(path, native=tier == "native", **options)  # pyright: ignore[reportArgumentType]
 
 
@@ -66,11 +69,13 @@ def llama_engine(
     *,
     draft_seed: int | None = None,
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
     **config: Any,
 ) -> LLMEngine:
     """`draft_seed`: weights of a model that guesses; 0 is the model itself, which is always right."""
-    draft = None if draft_seed is None else loaded(tier, draft_seed).model
-    model = loaded(tier, quantization=quantization)
+    forms = {"kv_cache_dtype": kv_cache_dtype}
+    draft = None if draft_seed is None else loaded(tier, draft_seed, **forms).model
+    model = loaded(tier, quantization=quantization, **forms)
     return _engine(model.model, model.tokenizer, draft, config)
 
 

@@ -28,7 +28,8 @@ TIGHT = 11  # blocks of 16 tokens, for seven requests that need three or four ea
 FAMILIES = ["mistral", "gemma3", "qwen3_moe"]  # windows, windows beside none, experts
 AXES: dict[str, list[Any]] = {
     "model": [
-        *["llama", "llama native w4", "llama native exact"][: 3 if HAS_NATIVE else 1],
+        *["llama", "llama kv8"],
+        *(["llama native w4", "llama native exact", "llama native kv8"] if HAS_NATIVE else []),
         *FAMILIES,
     ],
     "prefix_cache": [True, False],
@@ -87,8 +88,14 @@ def engine_of(model: str, *, drafts: bool = False, **config: Any) -> LLMEngine:
     exact = {"deterministic": True} if "exact" in model else {}
     tier = "native" if "native" in model else "portable"
     quantization = "w4" if "w4" in model else "auto"
-    draft_seed = 0 if drafts else None
-    return llama_engine(tier, draft_seed=draft_seed, quantization=quantization, **exact, **config)
+    return llama_engine(
+        tier,
+        draft_seed=0 if drafts else None,
+        quantization=quantization,
+        kv_cache_dtype="int8" if "kv8" in model else "auto",
+        **exact,
+        **config,
+    )
 
 
 @cache
@@ -135,7 +142,7 @@ def test_the_subset_holds_every_pair_of_values() -> None:
     rows = pairwise(AXES)
     whole = set().union(*(pairs(row) for row in full_product(AXES)))
     assert set().union(*map(pairs, rows)) == whole
-    assert len(rows) < 24
+    assert len(rows) < 36
 
 
 @pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: " ".join(map(str, row.values())))

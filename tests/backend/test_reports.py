@@ -12,7 +12,6 @@ NUM_REPORTS = 62
 NOT_ON_A_CPU = "is about captured CUDA graphs, whose frozen sizes no CPU step has"
 OPEN = {
     17: f"transformers#45323 {NOT_ON_A_CPU}",
-    55: "vllm#13133: a KV cache of 8 bits; there is none yet",
     59: "vllm#30931: two adapters and one prompt; adapters are not built",
 }
 

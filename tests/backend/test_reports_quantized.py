@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import LLMEngine
+from backend.models.errors import ModelLoadError
 from backend.models.loader import load_model
 from tests.backend import tiny_llama
 from tests.backend.quantized_folder import write_quantized
@@ -53,3 +55,26 @@ def test_report_54_vllm_21066_zero_points_stored_beside_symmetric_weights_are_no
     changed = {k: torch.full_like(t, word) if "qzeros" in k else t for k, t in stored.items()}
     save_file(changed, folder / "model.safetensors")
     assert text(folder) == text(tiny_llama.write_folder(tmp_path / "dense", dense), native=False)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["portable", "native"])
+def test_report_55_vllm_13133_a_cache_of_eight_bits_keeps_perplexity_within_a_percent(
+    tmp_path: Path, native: bool
+) -> None:
+    folder = tiny_llama.write_folder(tmp_path / "m", tiny_llama.tensors())
+
+    def perplexity(kv_cache_dtype: str) -> float:
+        item = request("a", PROMPT, prompt_logprobs=0, max_tokens=1)
+        out = run(engine(folder, kv_cache_dtype=kv_cache_dtype, native=native), item)["a"]
+        scores = [entry.logprob for entry in out.prompt_logprobs[1:]]
+        return math.exp(-sum(scores) / len(scores))
+
+    exact, packed = perplexity("float32"), perplexity("int8")
+    assert packed != exact
+    assert packed == pytest.approx(exact, rel=0.01)
+
+
+def test_report_55_vllm_13133_a_cache_that_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny_llama.write_folder(tmp_path / "m", tiny_llama.tensors())
+    with pytest.raises(ModelLoadError, match=r"kv_cache_dtype must be one of .*; got 'fp8'"):
+        load_model(folder, kv_cache_dtype="fp8")

@@ -46,7 +46,8 @@ def answer(folder: Path, speculative: str) -> StepOutput:
 def test_a_draft_model_guesses_for_the_model(folder: Path) -> None:
     plain, drafted = answer(folder, "off"), answer(folder, f"draft:{folder}")
     assert drafted.token_ids == plain.token_ids
-    assert drafted.num_accepted_tokens > 10
+    # How many it is asked for follows the clock; it is the model itself, and always right.
+    assert drafted.num_accepted_tokens == drafted.num_draft_tokens > 0
 
 
 def test_ngrams_leave_the_text_alone(folder: Path) -> None:
