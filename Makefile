@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install install-dev serve test test-fast check format bench clean
+.PHONY: help install install-dev serve test test-all test-fast check format bench clean
 
 help:
 	@echo "make serve      start the gateway with the demo model on http://127.0.0.1:8080"
-	@echo "make test       run every test            make test-fast   leave out slow and model tests"
+	@echo "make test       run the tests             make test-fast   leave out slow and model tests"
+	@echo "make test-all   also those of minutes: every combination, perplexity, a second real model"
 	@echo "make check      lint, types, import rules, docs"
 	@echo "make bench      benchmarks (quiet machine)  make format      apply the formatter"
 
@@ -35,10 +36,13 @@ serve: install
 	@exec $(BIN)/tidegate serve --config config.toml $(ARGS)
 
 test: install-dev
+	$(BIN)/python -m pytest -m "not exhaustive" $(ARGS)
+
+test-all: install-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: install-dev
-	$(BIN)/python -m pytest -m "not slow and not model" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not model and not exhaustive" $(ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .

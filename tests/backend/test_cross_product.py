@@ -150,7 +150,7 @@ def test_any_two_features_together_change_nothing(row: Row) -> None:
     check(row)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", full_product(AXES), ids=lambda r: " ".join(map(str, r.values())))
 def test_all_features_together_change_nothing(row: Row) -> None:
     check(row)

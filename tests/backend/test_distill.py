@@ -21,13 +21,7 @@ from backend.distill.windows import commonest_tokens, windows_of
 from tests.backend.toy_head import new_toy_head, toy_head, toy_samples
 from tests.backend.toy_model import ToyModel
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,7 @@ from backend.distill.training import Training
 from backend.models.draft_head import load_draft_head
 from tests.backend import tiny_llama
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,14 +26,7 @@ from tests.backend.toy_model import (
     run,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small only wait for a thread pool."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prompts(count: int, seed: int = 1, longest: int = 40) -> list[list[int]]:

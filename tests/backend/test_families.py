@@ -22,16 +22,10 @@ from tests.backend.tiny_families import FAMILIES, GGUF_ARCHS, expected, gguf_mod
 from tests.backend.tiny_llama import make_batch, step
 from tests.backend.toy_model import ToyTokenizer, request, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = 1e-3
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

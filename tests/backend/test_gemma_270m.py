@@ -19,7 +19,7 @@ from backend.models.loader import LoadedModel, load_model
 from tests.backend.tiny_llama import make_batch, step
 from tests.conftest import DATA_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 NAME = "gemma-3-270m-q4_k_m.gguf"
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"

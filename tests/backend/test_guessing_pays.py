@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from backend.engine.config import EngineConfig
@@ -12,13 +11,7 @@ from backend.models.batch import Batch, KVCache
 from tests.backend.toy_head import toy_head
 from tests.backend.toy_model import ToyModel, ToyTokenizer, request, run
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class PricedModel(ToyModel):

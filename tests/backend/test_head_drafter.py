@@ -18,13 +18,7 @@ from tests.backend.test_rejection import p_value
 from tests.backend.toy_head import toy_head
 from tests.backend.toy_model import VOCAB_SIZE, new_engine, request, run
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def head_of(hidden_size: int, vocab_size: int, draft_ids: list[int]) -> DraftHead:

@@ -88,7 +88,7 @@ def demo_perplexity(path: Path, **formats: Any) -> float:
     return perplexity(model.model, model.tokenizer, held_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.model
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", LIMITS)

@@ -7,21 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from backend.engine import step_budget
 from backend.engine.params import GenerationRequest, InvalidGeneration, StepOutput, TokenLogprob
 from tests.backend.toy_model import ToyModel, joined, new_engine, request, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = [7, 3, 9, 9, 21, 40, 5, 5, 5, 60, 2, 11, 30, 8, 1, 44, 13]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def scored(request_id: str = "a", ids: list[int] = PROMPT, **params: Any) -> GenerationRequest:

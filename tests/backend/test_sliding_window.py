@@ -11,14 +11,7 @@ from backend.models.batch import Batch, KVCache
 from tests.backend.tiny_families import model
 from tests.backend.toy_model import ToyModel, ToyTokenizer, new_engine, request, run
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small only wait for a thread pool."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 WINDOW = 10  # tokens; blocks have 4

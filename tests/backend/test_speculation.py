@@ -25,13 +25,7 @@ from tests.backend.toy_model import (
     run,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class DraftOf(ToyModel):

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from backend.engine.params import GenerationRequest, SamplingParams, StepOutput
 from backend.options import EngineOptions, WorkerSettings
@@ -14,13 +13,7 @@ from backend.worker import LoadFault, load_engine
 from tests.backend import tiny_llama
 from tests.backend.toy_model import joined
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
