@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from backend.engine.config import EngineConfig
 
 Count = Annotated[int, Meta(ge=1)]
 DRAFT, HEAD = "draft:", "head:"
+SPECULATIVE_CHOICES = '"off" or "auto" or "ngram" or "draft:PATH" or "head:PATH"'
 
 
 class EngineOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -100,7 +101,19 @@ def _fault(key: str, value: Any) -> str | None:
     try:
         msgspec.convert(value, _FIELDS[key].type)
     except msgspec.ValidationError as exc:
+        if choices := _choices(key):
+            return f"must be {choices}, got {value!r}"
         text = str(exc)
         return f"{text[:1].lower()}{text[1:]}, got {value!r}"
     allowed, sentence = _NOT_BUILT.get(key, ((value,), ""))
     return None if value in allowed else f"{value!r}: {sentence}"
+
+
+def _choices(key: str) -> str:
+    """What a key of a few words may be, told in words; "" for keys of another kind."""
+    if key == "speculative":
+        return SPECULATIVE_CHOICES
+    kind = _FIELDS[key].type
+    return (
+        " or ".join(f'"{word}"' for word in get_args(kind)) if get_origin(kind) is Literal else ""
+    )

@@ -32,6 +32,8 @@ from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.loader import LoadedModel, load_model
 
 EXIT_FAULT, EXIT_INTERRUPTED = 2, 130
+# How the fields of run.json are called by who runs the command
+NAMES_OF_RUN = {"model": "model", "data_sha256": "--data", "max_tokens": "--max-tokens"}
 HELD_EVERY, MAX_HELD = 10, 32  # of the prompts, one in ten is never trained on
 
 
@@ -141,14 +143,18 @@ def _claim(out: Path, loaded: LoadedModel, args: argparse.Namespace) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not path.exists():
+            if any(out.iterdir()):
+                raise DistillFault(f"--out {out}: holds other files; choose a new folder")
             path.write_text(json.dumps(run, indent=1), encoding="utf-8")
         known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise DistillFault(f"--out {out}: cannot be used ({exc})") from exc
+    except OSError as exc:
+        raise DistillFault(f"--out {out}: cannot be used: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise DistillFault(f"--out {out}: its run.json is damaged; choose a new folder") from exc
     for key, value in run.items():
         if known.get(key) != value:
             raise DistillFault(
-                f"--out {out}: holds a run with another {key}; choose another folder"
+                f"--out {out}: holds a run with another {NAMES_OF_RUN[key]}; choose another folder"
             )
 
 

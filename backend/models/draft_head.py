@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from backend.models.errors import ModelLoadError
@@ -74,7 +74,8 @@ def save_draft_head(head: DraftHead, folder: Path) -> Path:
     }
     path = folder / FILE_NAME
     part = path.with_suffix(".part")
-    save_file(tensors, part, {"format": FORMAT, "vocab_size": str(head.vocab_size)})
+    # `save_file` would let the owner alone read it.
+    part.write_bytes(save(tensors, {"format": FORMAT, "vocab_size": str(head.vocab_size)}))
     part.replace(path)
     return path
 

@@ -131,7 +131,8 @@ def check(row: Row) -> None:
         assert np.allclose(got, true, rtol=0, atol=0 if "exact" in row["model"] else 1e-3)
     stats = engine.stats()
     gives_back = row["model"] == "mistral"  # blocks behind its window: TIGHT is enough
-    if (row["num_blocks"], row["batch"], row["budget"]) == (TIGHT, 7, 512) and not gives_back:
+    crowded = (row["num_blocks"], row["batch"], row["budget"]) == (TIGHT, 7, 512)
+    if crowded and row["speculation"] == "off" and not gives_back:
         assert stats.num_preemptions > 0
     if row["prefix_cache"] and row["num_blocks"] > TIGHT:
         assert stats.num_cached_tokens > 0

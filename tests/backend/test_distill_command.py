@@ -99,6 +99,14 @@ def test_an_interrupt_keeps_what_was_trained(
     load_draft_head(out)
 
 
+def test_a_folder_of_other_things_is_refused(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").touch()
+    assert distill(model, data, tmp_path) == EXIT_FAULT
+    assert_one_line(capsys, "holds other files")
+
+
 def test_a_folder_of_another_run_is_refused(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +114,7 @@ def test_a_folder_of_another_run_is_refused(
     assert distill(model, data, out) == 0
     capsys.readouterr()
     assert distill(model, data, out, "--max-tokens", "9") == EXIT_FAULT
-    assert_one_line(capsys, "holds a run with another max_tokens")
+    assert_one_line(capsys, "holds a run with another --max-tokens")
     assert distill(model, data, out, "--width", "16") == EXIT_FAULT
     assert_one_line(capsys, "of a head of another shape")
 

@@ -60,6 +60,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "choices"),
+    [
+        ("quantization", "w3", '"auto" or "none" or "w8" or "w4" or "w8a8"'),
+        ("speculative", "ngrams", '"off" or "auto" or "ngram" or "draft:PATH" or "head:PATH"'),
+    ],
+)
+def test_a_key_of_a_few_words_tells_them(key: str, value: str, choices: str) -> None:
+    assert option_faults({key: value}) == [f"engine.{key}: must be {choices}, got {value!r}"]
+
+
 def test_each_fault_has_a_line() -> None:
     assert len(option_faults({"dtpe": "x", "replicas": 0, "threads": "2"})) == 3
 
