@@ -76,6 +76,8 @@ class _Shards:
             return
         file_name = f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
         save_file(self._held, self._folder / file_name, metadata={"format": "pt"})
+        # `save_file` lets the owner alone read what it writes; a worker may be another user.
+        shutil.copymode(self._folder / "config.json", self._folder / file_name)
         self._weight_map |= dict.fromkeys(self._held, file_name)
         self._held.clear()
         self._held_bytes = 0

@@ -84,6 +84,11 @@ def test_tokenizer_and_template_go_along(
     assert after.tokenizer.eos_ids == before.tokenizer.eos_ids
 
 
+def test_who_may_read_the_settings_may_read_the_weights(folder: Path, tmp_path: Path) -> None:
+    main([str(folder), "--to", "w8", "--out", str(tmp_path / "out"), "--report-tokens=0"])
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
 def test_all_but_the_matrices_of_a_gguf_file_stays_byte_for_byte(
     gguf_file: Path, tmp_path: Path
 ) -> None:
