@@ -11,9 +11,6 @@ from typing import Any
 
 from bench_server import Server, free_port, tidegate_server
 
-MAX_STREAMS = 32
-TOKENS_PER_STREAM = 256  # 128 of the prompt, 64 of the answer, and room
-
 
 @dataclass
 class Contender:
@@ -39,11 +36,13 @@ def tidegate(scratch: Path, model: Path, threads: int, options: str) -> Contende
     return Contender(server, may_pause=False, extra=_FULL_LENGTH)
 
 
-def llama_server(scratch: Path, command: str, model: Path, threads: int) -> Contender:
+def llama_server(
+    scratch: Path, command: str, model: Path, threads: int, *, slots: int, slot_tokens: int
+) -> Contender:
     """Its slots share the context evenly, so it is given enough for all of them."""
     port = free_port()
-    options = ["-m", str(model), "-t", str(threads), "-np", str(MAX_STREAMS)]
-    options += ["-c", str(MAX_STREAMS * TOKENS_PER_STREAM), "--host", "127.0.0.1"]
+    options = ["-m", str(model), "-t", str(threads), "-np", str(slots)]
+    options += ["-c", str(slots * slot_tokens), "--host", "127.0.0.1"]
     name = f"llama.cpp {model.stem.rsplit('.', 1)[-1]}"
     server = Server(
         name=name,

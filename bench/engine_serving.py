@@ -5,10 +5,11 @@
         [--transformers CMD --transformers-model HF_FOLDER] [--load-client load_openai.py] [--out samples.jsonl]
     python bench/engine_serving.py --report samples.jsonl
 
-Streams of 64 greedy tokens after prompts of about 128 tokens, closed loop. In each round and at each concurrency every
-server gets the same prompts, and no prompt comes twice, so that no prefix cache helps. Servers take turns, the order
-rotates; peers that are not being measured stand still. Beside each sample stands how many cores other programs used:
-two OpenMP threads on busy cores wait for each other at each barrier, so only calm samples say something about speed.
+Streams of 64 greedy tokens after prompts of 128 words (`--prompt-words`), about as many tokens, closed loop. In each
+round and at each concurrency every server gets the same prompts, and no prompt comes twice, so that no prefix cache
+helps. Servers take turns, the order rotates; peers that are not being measured stand still. Beside each sample stands
+how many cores other programs used: two OpenMP threads on busy cores wait for each other at each barrier, so only calm
+samples say something about speed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from engine_servers import Contender
 from process_meter import cpu_s, machine_busy_s, rss_mb
 from stream_client import make_prompts, run_load
 
-PROMPT_WORDS = 128
 OUTPUT_TOKENS = 64
 Sample = dict[str, Any]
 
@@ -43,8 +43,12 @@ def contenders(args: argparse.Namespace, scratch: Path) -> list[Contender]:
         engine_servers.tidegate(scratch, args.model, args.threads, options)
         for options in args.engine or [""]
     ]
+    slots = max(map(int, args.levels.split(",")))
+    room = 2 * args.prompt_words  # for the answer too, and for words of two tokens
     chosen += [
-        engine_servers.llama_server(scratch, args.llama_server, model, args.threads)
+        engine_servers.llama_server(
+            scratch, args.llama_server, model, args.threads, slots=slots, slot_tokens=room
+        )
         for model in args.llama_model
     ]
     for dtype in args.transformers_dtype.split(",") if args.transformers else ():
@@ -59,7 +63,7 @@ def one_load(args: argparse.Namespace, contender: Contender, seed: str, level: i
     count = max(args.min_requests, args.requests_per_stream * level)
     if args.load_client:
         return _load_by_client(args, contender, seed, level, count)
-    prompts = make_prompts(count, PROMPT_WORDS, seed)
+    prompts = make_prompts(count, args.prompt_words, seed)
     return asyncio.run(run_load(contender.server, prompts, level, OUTPUT_TOKENS, contender.extra))
 
 
@@ -72,7 +76,7 @@ def _load_by_client(
     command = [sys.executable, str(args.load_client), "--json", "-", "--warmup", "0"]
     command += ["--base-url", f"http://127.0.0.1:{server.port}/v1", "--model", server.model]
     command += ["--endpoint", "completions", "--concurrency", str(level), "--seed", str(number)]
-    command += ["--num-requests", str(count), "--prompt-tokens", str(PROMPT_WORDS)]
+    command += ["--num-requests", str(count), "--prompt-tokens", str(args.prompt_words)]
     command += ["--output-tokens", str(OUTPUT_TOKENS)]
     command += [option for header in server.headers for option in ("--api-key", header.split()[-1])]
     if "ignore_eos" in contender.extra:
@@ -154,6 +158,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every server")
     add("--levels", default="1,4,16,32", help="streams at once")
+    add("--prompt-words", type=int, default=128)
     add("--rounds", type=int, default=3)
     add("--requests-per-stream", type=int, default=2)
     add("--min-requests", type=int, default=4)
