@@ -155,8 +155,8 @@ def _chat_reader(loaded: Loaded) -> ChatReader | None:
     )
 
 
-def load_engine(settings: WorkerSettings) -> Loaded:
-    """Raises LoadFault."""
+def load_engine(settings: WorkerSettings, clock: Callable[[], float] = time.monotonic) -> Loaded:
+    """`clock` gives seconds: the engine measures its steps by it. Raises LoadFault."""
     from backend.engine.engine import (
         LLMEngine,  # torch takes seconds to import: only where it is used
     )
@@ -183,6 +183,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
             _engine_config(options, path),
             draft_model=_load_draft(settings, loaded.tokenizer),
             draft_head=_load_head(options.head_path),
+            clock=clock,
         )
         template = _template(settings, loaded.tokenizer) or loaded.chat_template
     except (ModelLoadError, TemplateError, ValueError, MemoryError, OSError) as exc:

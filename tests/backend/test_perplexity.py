@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from backend.models.loader import LoadedModel, load_model
 from backend.perplexity import perplexity
@@ -16,12 +14,7 @@ from tests.backend import tiny_llama
 TEXT = "hello world, hello all: the text is longer than one window of this model. " * 5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

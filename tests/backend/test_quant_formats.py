@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,13 +13,7 @@ from backend.quant.w4 import quantize_w4
 from backend.quant.w8 import quantize_w8
 from backend.quant.weights import is_quantized, quantize_weight
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_matrix(rows: int = 12, cols: int = 256, seed: int = 0) -> Tensor:

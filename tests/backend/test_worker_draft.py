@@ -27,7 +27,7 @@ def settings(folder: Path, speculative: str) -> WorkerSettings:
 
 
 def answer(folder: Path, speculative: str) -> StepOutput:
-    engine = load_engine(settings(folder, speculative)).engine
+    engine = load_engine(settings(folder, speculative), clock=lambda: 0.0).engine
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     engine.add(GenerationRequest("a", [3, 40, 41, 200, 7, 99], params))
     outputs: list[StepOutput] = []
@@ -39,8 +39,7 @@ def answer(folder: Path, speculative: str) -> StepOutput:
 def test_a_draft_model_guesses_for_the_model(folder: Path) -> None:
     plain, drafted = answer(folder, "off"), answer(folder, f"draft:{folder}")
     assert drafted.token_ids == plain.token_ids
-    # How many it is asked for follows the clock; it is the model itself, and always right.
-    assert drafted.num_accepted_tokens == drafted.num_draft_tokens > 0
+    assert drafted.num_accepted_tokens == drafted.num_draft_tokens > 10  # it is the model itself
 
 
 def test_ngrams_leave_the_text_alone(folder: Path) -> None:
