@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Bar:
+    """What is done, and a word beside it."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, amount: int) -> None:
+        self._progress.advance(self._task, amount)
+
+    def tell(self, text: str) -> None:
+        self._progress.update(self._task, told=text)
 
 
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields what to call with each advance. Where standard error is no terminal, nothing is drawn."""
+def progress_bar(description: str, total: int) -> Iterator[Bar]:
+    """Where standard error is no terminal, nothing is drawn."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -24,10 +41,10 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda amount: bar.advance(task, amount)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield Bar(progress, progress.add_task(description, total=total, told=""))
 
 
 @contextmanager

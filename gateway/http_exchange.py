@@ -6,7 +6,7 @@ import asyncio
 import http
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -83,7 +83,7 @@ class Exchange:
         self._disconnected = False
         self._on_disconnect: Callable[[], None] | None = None
         self._head: bytes | None = None  # not yet sent; b"" once it is
-        self._framing: bool | None = None  # True: chunked; False: by length; None: till the end
+        self._framing: Literal["length", "chunks", "close"] = "close"  # what tells the body's end
         self._left_bytes = 0  # of an answer by length
         scope["extensions"] = {ON_DISCONNECT: self.on_disconnect}
 
@@ -120,13 +120,13 @@ class Exchange:
             await app(self.scope, self.receive, self.send)
             if not self.complete and not self._disconnected:
                 log.error("%s: the answer has no end", self.scope["path"][:200])
-                await self._fail()
+                self._fail()
         except asyncio.CancelledError:  # the server stops
-            await self._fail()
+            self._fail()
             raise
         except Exception:
             log.exception("%s failed", self.scope["path"][:200])
-            await self._fail()
+            self._fail()
         finally:
             if not self.complete:
                 self.complete = True
@@ -198,9 +198,9 @@ class Exchange:
                 self.keep_alive, says_close = False, True
         has_body = not self._is_head_request and status not in NO_BODY
         if has_length or not has_body:
-            self._framing = False
+            self._framing = "length"
         elif self.scope["http_version"] == "1.1":
-            self._framing = True
+            self._framing = "chunks"
             lines.append(b"transfer-encoding: chunked\r\n")
         else:
             self.keep_alive = False
@@ -214,17 +214,17 @@ class Exchange:
     def _continue(self, body: bytes, more: bool) -> None:
         if self._is_head_request:
             body = b""
+        if self._framing == "length":
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0 or (self._left_bytes > 0 and not more):
+                raise RuntimeError("the answer is not as long as its content-length says")
         head, self._head = self._head, b""
         assert head is not None
-        if self._framing:
+        if self._framing == "chunks":
             data = b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
             if not more:
                 data += b"0\r\n\r\n"
         else:
-            if self._framing is False:
-                self._left_bytes -= len(body)
-                if self._left_bytes < 0 or (self._left_bytes > 0 and not more):
-                    raise RuntimeError("the answer is not as long as its content-length says")
             data = head + body
         if not more:
             self.complete = True
@@ -232,7 +232,7 @@ class Exchange:
         if data:
             self._wire.write(data)
 
-    async def _fail(self) -> None:
+    def _fail(self) -> None:
         """A whole 500 where nothing has been sent; else the connection ends before the answer does."""
         if self.complete or self._disconnected or self.has_begun:
             return

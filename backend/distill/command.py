@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from backend.distill.acceptance import (
     ngram_guesses,
     no_guesses,
 )
-from backend.distill.progress import progress
 from backend.distill.prompts import PromptFileError, read_prompts
 from backend.distill.samples import SHARD_ANSWERS, Sample, Sampling
 from backend.distill.training import Training, TrainingPlan, known_draft_ids, new_head
@@ -30,6 +29,8 @@ from backend.models.chat_template import TemplateError
 from backend.models.draft_head import DraftHead, save_draft_head
 from backend.models.errors import DemoModelUnavailable, ModelLoadError
 from backend.models.loader import LoadedModel, load_model
+from backend.models.locate import locate_model
+from backend.progress_bar import Bar, download_bar, progress_bar
 
 EXIT_FAULT, EXIT_INTERRUPTED = 2, 130
 # How the fields of run.json are called by who runs the command
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small head that guesses a model's next tokens, on the model's own answers.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help='a folder, a .gguf file, or "demo"')
+    add("model", metavar="MODEL", help='a folder, a .gguf file, "owner/name" on the hub, or "demo"')
     add("--data", type=Path, required=True, help="prompts: a text file, one a line, or .jsonl")
     add("--out", type=Path, required=True, metavar="DIR", help="the same DIR goes on")
     add("--steps", type=_count, default=1000, help="of training (default %(default)s)")
@@ -95,7 +96,9 @@ def _distill(args: argparse.Namespace) -> None:
         raise DistillFault(
             f"{args.data}: needs two prompts or more: one is held back for the report"
         )
-    loaded = load_model(_model_path(args), threads=args.threads)
+    with download_bar("fetching the demo model") as report:
+        path = locate_model(args.model, args.data_dir, report)
+    loaded = load_model(path, threads=args.threads)
     prompt_ids = [_token_ids(loaded, messages) for messages in prompts]
     _check_fits(loaded, prompt_ids, args)
     _claim(args.out, loaded, args)
@@ -108,12 +111,6 @@ def _device(asked: str) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
         raise DistillFault("--device cuda: torch finds no GPU here; use auto or cpu")
     return "cuda" if asked == "auto" and torch.cuda.is_available() else asked.replace("auto", "cpu")
-
-
-def _model_path(args: argparse.Namespace) -> Path:
-    from backend.models.demo import fetch_demo_model
-
-    return fetch_demo_model(args.data_dir) if args.model == "demo" else Path(args.model)
 
 
 def _token_ids(loaded: LoadedModel, messages: list[dict[str, str]]) -> list[int]:
@@ -171,14 +168,27 @@ def _samples(
         for start in range(0, len(asked), SHARD_ANSWERS)
     }
     sampling = Sampling(loaded.model, loaded.tokenizer, args.max_tokens, args.out / "samples")
-    with progress("answers", len(asked) + len(held)) as show:
-        held_samples = sampling.shard("held", [(ids, 0) for ids in held], show.note)
-        show.advance(len(held))
+    with progress_bar("answers", len(asked) + len(held)) as bar:
+        count = _counting(bar)
+        held_samples = sampling.shard("held", [(ids, 0) for ids in held], count)
+        bar.advance(len(held))
         samples: list[Sample] = []
         for name, part in shards.items():
-            samples += sampling.shard(name, part, show.note)
-            show.advance(len(part))
+            samples += sampling.shard(name, part, count)
+            bar.advance(len(part))
     return held_samples, samples
+
+
+def _counting(bar: Bar) -> Callable[[int], None]:
+    """Takes tokens as they are generated: a shard of answers alone would stand still for minutes."""
+    total = 0
+
+    def count(num_tokens: int) -> None:
+        nonlocal total
+        total += num_tokens
+        bar.tell(f"{total} tokens")
+
+    return count
 
 
 def _train(
@@ -196,12 +206,12 @@ def _train(
         training = Training(head, windows, plan, args.out, device)
     except ValueError as exc:
         raise DistillFault(str(exc)) from exc
-    with progress("training", args.steps) as show:
-        show.advance(min(training.step, args.steps))
+    with progress_bar("training", args.steps) as bar:
+        bar.advance(min(training.step, args.steps))
         try:
             for loss in training.run():
-                show.advance(1)
-                show.tell(f"loss {loss:.3f}")
+                bar.advance(1)
+                bar.tell(f"loss {loss:.3f}")
         finally:
             save_draft_head(training.head, args.out)
     return training.head.cpu()

@@ -83,7 +83,7 @@ def _quantize(args: argparse.Namespace) -> None:
         _appearing(args.out) as folder,
         progress_bar("quantizing", conversion.count(source)) as bar,
     ):
-        conversion.write(source, folder, bar)
+        conversion.write(source, folder, bar.advance)
     print(f"{args.out}: written")  # noqa: T201
     if args.report_tokens:
         measured = [_measured(each, args) for each in (path, args.out)]
@@ -137,7 +137,7 @@ def _weights_of(path: Path) -> Path:
 def _calibrated(path: Path, text: str) -> InputMoments:
     with progress_bar("calibrating", len(text)) as bar:
         try:
-            return calibrate(path, text, note=bar)
+            return calibrate(path, text, note=bar.advance)
         except ValueError as exc:
             raise QuantizeFault(f"--calibrate: {exc}") from exc
 
@@ -157,4 +157,4 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 def _measured(path: Path, args: argparse.Namespace) -> Measured:
     with progress_bar(f"measuring {path.name}", args.report_tokens) as bar:
-        return measure(path, args.report_tokens, args.threads, bar)
+        return measure(path, args.report_tokens, args.threads, bar.advance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.endpoints.dialect import StreamEncoder
 from gateway.endpoints.embeddings_encode import EmbeddingsCollector
-from gateway.endpoints.embeddings_request import decode_embeddings
+from gateway.endpoints.embeddings_request import decode_embeddings, never_streamed
 from gateway.errors import openai_error_body
 from plugins.errors import GatewayError
 from plugins.events import Dialect, Request
@@ -19,7 +19,7 @@ class EmbeddingsEndpoint:
         return decode_embeddings(body, request_id, received_s)
 
     def stream_encoder(self, request: Request) -> StreamEncoder:
-        raise NotImplementedError("embeddings do not stream: their decoder refuses it")
+        raise never_streamed()  # `decode` lets none come here
 
     def collector(self, request: Request) -> EmbeddingsCollector:
         return EmbeddingsCollector(request)

@@ -34,7 +34,7 @@ def decode_embeddings(body: bytes, request_id: str, received_s: float) -> Reques
     if not embeddings.model:
         raise InvalidRequest("you must provide a model parameter")
     if embeddings.stream:
-        raise invalid_value("stream", "embeddings are never streamed.")
+        raise never_streamed()
     return Request(
         id=request_id,
         dialect="embeddings",
@@ -62,3 +62,7 @@ def _read_form(body: EmbeddingsBody) -> EmbeddingForm:
     if body.encoding_format not in (None, *FORMATS):
         raise unknown_value("encoding_format", body.encoding_format, FORMATS)
     return EmbeddingForm(body.dimensions, body.encoding_format or "float")
+
+
+def never_streamed() -> InvalidRequest:
+    return invalid_value("stream", "embeddings are never streamed.")

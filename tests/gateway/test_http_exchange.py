@@ -173,6 +173,18 @@ async def test_an_app_that_fails_before_its_answer_is_a_500_and_a_hang_up() -> N
     assert b"secret" not in raw
 
 
+@pytest.mark.parametrize("length", [b"1", b"9"])
+async def test_an_answer_of_another_length_than_it_says_is_a_500(length: bytes) -> None:
+    async def lie(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"four"})
+
+    async with connected(lie) as client:
+        client.send(GET)
+        assert (await client.until_closed()).startswith(b"HTTP/1.1 500 ")
+
+
 @pytest.mark.parametrize("raises", [True, False])
 async def test_an_answer_without_its_end_is_not_taken_for_whole(raises: bool) -> None:
     async def half(scope: Scope, receive: Receive, send: Send) -> None:
