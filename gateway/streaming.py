@@ -14,8 +14,6 @@ STREAM_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
 )
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: every client skips it, and proxies see that the connection lives."""
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()

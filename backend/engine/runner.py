@@ -56,14 +56,6 @@ class ModelRunner:
             wanted = self._tensor(np.fromiter(_outputs(rows, "num_hidden"), np.int64))
             return StepResult(logits.cpu().numpy(), hidden[wanted].cpu().numpy())
 
-    def run_in_two(self, rows: Sequence[Rows]) -> tuple[np.ndarray, np.ndarray]:
-        """The same, and the hidden states that the logits are made of [sum of num_logits, hidden_size] float32."""
-        batch = self._batch(rows)
-        with torch.inference_mode():
-            hidden = self._model.hidden_states(batch, self._kv)
-            logits = self._model.logits(hidden)
-        return logits.cpu().numpy(), hidden.cpu().numpy()
-
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold NaN: attention gives unwritten slots weight 0, and 0 x NaN is NaN."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from backend.models.config import ExpertConfig, ModelConfig
 from backend.models.metadata import Metadata
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SLIDING = "sliding_attention"
 
 
 def qwen2_from_hf(config: ModelConfig, get: Metadata) -> ModelConfig:

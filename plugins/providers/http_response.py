@@ -10,7 +10,6 @@ from plugins.interfaces import Timeout
 from plugins.providers.content_encoding import BrokenEncoding, Inflater
 
 PAUSE_ABOVE_BYTES = 256 * 1024
-RESUME_BELOW_BYTES = 64 * 1024
 DISCARD_S = 1.0
 DISCARD_BYTES = 64 * 1024
 
