@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gateway.streaming import DONE, KEEP_ALIVE, STREAM_HEADERS, Choices, write_event
+from gateway.streaming import DONE, STREAM_HEADERS, Choices, write_event
 from plugins.sse import SSEParser
 
 
@@ -25,7 +25,7 @@ def test_a_named_event_has_its_name_in_front() -> None:
 def test_what_is_written_reads_back() -> None:
     payload = {"text": "naïve\u2028日本\x00\x85"}
     parser = SSEParser()
-    events = parser.feed(KEEP_ALIVE + written(payload) + DONE)
+    events = parser.feed(b": keep-alive\n\n" + written(payload) + DONE)
     assert [event.data for event in events[1:]] == [b"[DONE]"]
     assert json.loads(events[0].data) == payload
 
